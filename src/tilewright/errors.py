@@ -1,13 +1,17 @@
-"""Every error Tilewright raises on purpose: what went wrong, where, and what to try.
+"""Every error Tilewright raises on purpose: what went wrong, where, and what to try. What is no error is logged.
 
-The command line prints these in one or two lines and exits with code 2; anything else that escapes is a bug.
+The command line prints errors in one or two lines and exits with code 2; anything else that escapes is a bug.
 """
 
 from __future__ import annotations
 
 import contextlib
-import sys
+import logging
 from typing import Any
+
+LOGGER = logging.getLogger("tilewright")
+"""The logger above all those of the package. Nothing in the package writes to standard error by itself: Python shows warnings
+where the program that uses the package sets up no logging, and the command line shows what is at least INFO."""
 
 
 class TilewrightError(Exception):
@@ -56,11 +60,11 @@ _said: set[str] = set()
 
 
 def say(line: str) -> None:
-    """Write a line on standard error, once a process; nothing for an empty one."""
-    if line and line not in _said and sys.stderr is not None:
+    """Log a warning, once a process; nothing for an empty one."""
+    if line and line not in _said:
         _said.add(line)
-        with contextlib.suppress(OSError, ValueError):  # closed
-            sys.stderr.write(f"tilewright: {visible(line)}\n")
+        with contextlib.suppress(OSError, ValueError):  # standard error is closed, and a handler writes there
+            LOGGER.warning("%s", visible(line))
 
 
 def check_type(value: object, of: type | tuple[Any, ...], where: str, hint: str) -> None:

@@ -74,6 +74,6 @@ def test_no_error_prints_a_control(verb: str, program: str, tmp_path: Path) -> N
         assert not STEERS.search(invoke("--traceback", verb, *arguments, *options).stderr)
 
 
-def test_lines_of_the_cache_are_visible(capfd: pytest.CaptureFixture[str]) -> None:
+def test_lines_of_the_cache_are_visible(caplog: pytest.LogCaptureFixture) -> None:
     cache.say(HOSTILE)
-    assert "pwn" in (said := capfd.readouterr().err) and not STEERS.search(said)
+    assert "pwn" in (said := caplog.messages[0]) and not STEERS.search(said)

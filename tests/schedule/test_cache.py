@@ -332,7 +332,7 @@ PLANTED = {
 
 
 @pytest.mark.parametrize("name", PLANTED)
-def test_what_others_could_have_planted_is_not_used_and_said_once(tmp_path, kept, capfd, name):
+def test_what_others_could_have_planted_is_not_used_and_said_once(tmp_path, kept, caplog, name):
     plant, said = PLANTED[name]
     folder, out = tmp_path / "x", tmp_path / "out"
     out.mkdir()
@@ -347,37 +347,39 @@ def test_what_others_could_have_planted_is_not_used_and_said_once(tmp_path, kept
         (folder / f"kept{suffix}").rename(folder / f"decisions-0.sqlite{suffix}")
         (folder / f"decisions-0.sqlite{suffix}").chmod(0o600)
     plant(folder, out)
-    unusable(Cache(folder), capfd, said)
+    unusable(Cache(folder), caplog, said)
     assert sorted(p.name for p in out.iterdir()) == ["other"] and (out / "other").read_bytes() == b""
 
 
-def test_a_folder_that_is_a_link_is_not_used(tmp_path, kept, capfd, monkeypatch):
+def test_a_folder_that_is_a_link_is_not_used(tmp_path, kept, caplog, monkeypatch):
     (tmp_path / "there").mkdir(mode=0o700)
     (tmp_path / "x").symlink_to(tmp_path / "there")
-    unusable(Cache(tmp_path / "x"), capfd, "x is a link")
+    unusable(Cache(tmp_path / "x"), caplog, "x is a link")
     monkeypatch.setenv("TILEWRIGHT_CACHE", str(tmp_path / "x"))
     assert database.user_cache() is None
-    (line,) = lines_of(capfd)
+    (line,) = lines_of(caplog)
     assert "it is a link" in line and list((tmp_path / "there").iterdir()) == []
 
 
-def lines_of(capfd):
-    return [line for line in capfd.readouterr().err.splitlines() if line.startswith("tilewright: ")]
+def lines_of(caplog):
+    lines = [r.getMessage() for r in caplog.records if r.name == "tilewright" and r.levelname == "WARNING"]
+    caplog.clear()
+    return lines
 
 
-def unusable(cache, capfd, reason):
+def unusable(cache, caplog, reason):
     assert cache.get(KEY) is None and not cache.put(record("0")) and cache.records() == [] and cache.clear() == 0
     assert cache.file is None
-    (line,) = lines_of(capfd)
-    assert line.startswith("tilewright: decisions are not kept: ") and reason in line and reason in (cache.unusable or "")
+    (line,) = lines_of(caplog)
+    assert line.startswith("decisions are not kept: ") and reason in line and reason in (cache.unusable or "")
 
 
-def test_a_folder_that_cannot_be_is_done_without_and_said_once(tmp_path, kept, capfd):
+def test_a_folder_that_cannot_be_is_done_without_and_said_once(tmp_path, kept, caplog):
     (tmp_path / "file").touch()
-    unusable(Cache(tmp_path / "file" / "cache"), capfd, "Not a directory")
+    unusable(Cache(tmp_path / "file" / "cache"), caplog, "Not a directory")
 
 
-def test_a_network_file_system_is_done_without(tmp_path, kept, capfd, monkeypatch):
+def test_a_network_file_system_is_done_without(tmp_path, kept, caplog, monkeypatch):
     mounts = tmp_path / "mountinfo"
     mounts.write_text(
         f"1 0 8:1 / / rw - ext4 /dev/sda rw\n2 1 0:5 / {tmp_path}/net rw shared:1 - nfs4 server:/net rw\n"
@@ -386,22 +388,22 @@ def test_a_network_file_system_is_done_without(tmp_path, kept, capfd, monkeypatc
     monkeypatch.setattr(cache_module, "MOUNTS", mounts)
     assert file_system(tmp_path) == "ext4" and file_system(tmp_path / "net" / "x") == "nfs4"
     assert file_system(tmp_path / "net" / "local disk" / "x") == "xfs"
-    unusable(Cache(tmp_path / "net" / "cache"), capfd, "network file system (nfs4)")
+    unusable(Cache(tmp_path / "net" / "cache"), caplog, "network file system (nfs4)")
     monkeypatch.setattr(cache_module, "MOUNTS", tmp_path / "none")
     assert file_system(tmp_path) == "" and Cache(tmp_path / "here").put(record("0"))
 
 
-def test_where_the_log_cannot_be_on_it_is_done_without(tmp_path, kept, capfd, monkeypatch):
+def test_where_the_log_cannot_be_on_it_is_done_without(tmp_path, kept, caplog, monkeypatch):
     class Rollback(cache_module.sqlite3.Connection):
         def execute(self, sql, *values):
             return super().execute("SELECT 'delete'" if "journal_mode" in sql else sql, *values)
 
     connect = cache_module.sqlite3.connect
     monkeypatch.setattr(cache_module.sqlite3, "connect", lambda *a, **k: connect(*a, **k, factory=Rollback))
-    unusable(Cache(tmp_path / "x"), capfd, "write-ahead log")
+    unusable(Cache(tmp_path / "x"), caplog, "write-ahead log")
 
 
-def test_a_full_disk_is_done_without(tmp_path, kept, capfd):
+def test_a_full_disk_is_done_without(tmp_path, kept, caplog):
     cache = Cache(tmp_path / "x")
     assert cache.put(record("0"))
     cache._connection().execute("PRAGMA max_page_count = 4")
@@ -409,7 +411,7 @@ def test_a_full_disk_is_done_without(tmp_path, kept, capfd):
     while cache.put(record(f"{kept_ones}" * 400)):
         kept_ones += 1
     assert kept_ones < 50
-    (line,) = lines_of(capfd)
+    (line,) = lines_of(caplog)
     assert "decisions are not kept" in line and "full" in line
     assert Cache(tmp_path / "x").get(KEY) == record("0")
 
@@ -427,43 +429,43 @@ def test_a_folder_of_someone_else_is_done_without(tmp_path):
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.stdout.split() == ["None", "False", "None"], done.stderr
-    assert [line.split(":")[1] for line in done.stderr.splitlines()] == [" decisions are not kept"]
+    assert [line.split(":")[0] for line in done.stderr.splitlines()] == ["decisions are not kept"]
 
 
-def test_no_home_is_done_without(monkeypatch, kept, capfd, tmp_path):
+def test_no_home_is_done_without(monkeypatch, kept, caplog, tmp_path):
     monkeypatch.delenv("TILEWRIGHT_CACHE", raising=False)
     monkeypatch.setattr(database.cache_folder.__globals__["platformdirs"], "user_cache_dir", lambda *a, **k: "~/.cache/x")
     monkeypatch.chdir(tmp_path)
     assert database.user_cache() is None and database.user_cache() is None
-    (line,) = lines_of(capfd)
+    (line,) = lines_of(caplog)
     assert "home" in line and list(tmp_path.iterdir()) == []
 
 
-def test_a_folder_that_cannot_be_made_is_done_without(monkeypatch, kept, capfd, tmp_path):
+def test_a_folder_that_cannot_be_made_is_done_without(monkeypatch, kept, caplog, tmp_path):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("TILEWRIGHT_CACHE", str(tmp_path / "file" / "cache"))
     assert database.user_cache() is None
-    (line,) = lines_of(capfd)
+    (line,) = lines_of(caplog)
     assert str(tmp_path / "file") in line and line.endswith("; TILEWRIGHT_CACHE names another folder")
 
 
 @pytest.mark.parametrize(
     "content", [b"not a database at all, but long enough to be read as one" * 30, b"SQLite format 3\0" * 40]
 )
-def test_a_file_that_is_no_database_is_set_aside(tmp_path, kept, capfd, content):
+def test_a_file_that_is_no_database_is_set_aside(tmp_path, kept, caplog, content):
     file = tmp_path / "decisions-0.sqlite"
     file.touch(mode=0o600)
     file.write_bytes(content)
     cache, other = Cache(tmp_path), Cache(tmp_path)
     assert cache.get(KEY) is None and cache.put(record("0")) and cache.get(KEY) == record("0") == other.get(KEY)
     assert file.read_bytes() == content and cache.file == tmp_path / "decisions-1.sqlite"
-    (line,) = lines_of(capfd)
+    (line,) = lines_of(caplog)
     assert "decisions-0.sqlite is damaged" in line and "set aside" in line
     assert cache.clear() == 1 and not file.exists() and other.get(KEY) is None
 
 
 @pytest.mark.parametrize("name", [b"refused", b"decisions"])
-def test_a_damaged_name_that_no_message_can_quote_is_damage(tmp_path, kept, capfd, name):
+def test_a_damaged_name_that_no_message_can_quote_is_damage(tmp_path, kept, caplog, name):
     cache = Cache(tmp_path)
     assert cache.put(record("0"))
     cache.close()

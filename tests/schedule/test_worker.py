@@ -227,18 +227,18 @@ def test_a_fork_server_that_was_killed_is_replaced(drop, worker):
     assert fork_server() is not worker
 
 
-def test_without_a_worker_the_search_goes_on_here_with_one_line(drop, monkeypatch, capfd):
+def test_without_a_worker_the_search_goes_on_here_with_one_line(drop, monkeypatch, caplog):
     monkeypatch.setattr(fork_server_module, "_known", None)
     monkeypatch.setattr("tilewright.errors._said", set())
     monkeypatch.setattr(sys, "executable", "/nowhere/python")
     for n in (47, 48):
         d = search(problem(n), CPU, budget_s=0.02, candidates=[drop(f"assert os.getpid() == {os.getpid()}")])
         assert d.measured and not d.rejected
-    said = capfd.readouterr().err.splitlines()
-    assert len(said) == 1 and said[0].startswith("tilewright: no worker process: ")
+    (said,) = caplog.messages
+    assert said.startswith("no worker process: ")
 
 
-def test_weights_that_find_no_room_are_tried_here(drop, monkeypatch, capfd):
+def test_weights_that_find_no_room_are_tried_here(drop, monkeypatch, caplog):
     def full(name, size_bytes):
         raise OSError(28, "No space left on device")
 
@@ -248,7 +248,7 @@ def test_weights_that_find_no_room_are_tried_here(drop, monkeypatch, capfd):
     posed = problem_of(gemm(input_("a", F32, (7, 300)), const(weight)))
     d = search(posed, CPU, budget_s=0.01, candidates=[drop(f"assert os.getpid() == {os.getpid()}")], weights={1: weight})
     assert d.measured and not d.rejected
-    assert "cannot have the weights of" in capfd.readouterr().err
+    assert "cannot have the weights of" in caplog.text
 
 
 @pytest.mark.parametrize("place", ["a path object", "no temporary folder"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import logging
 import os
 import sys
 import traceback
@@ -11,7 +12,7 @@ from collections.abc import Generator
 
 import click
 
-from tilewright.errors import TilewrightError, visible
+from tilewright.errors import LOGGER, TilewrightError, visible
 
 DIFFERS = 1
 BAD_INPUT = 2
@@ -32,7 +33,8 @@ class Group(click.Group):
 
     def invoke(self, ctx: click.Context) -> object:
         try:
-            result = super().invoke(ctx)
+            with log_shown():
+                result = super().invoke(ctx)
             sys.stdout.flush()
             return result
         except click.ClickException as error:
@@ -63,6 +65,29 @@ class Group(click.Group):
                 f"{type(error).__name__}: {said}\n  this is a bug in Tilewright: please report it with what --traceback shows",
             )
             ctx.exit(BUG)
+
+
+class _OnStandardError(logging.Handler):
+    """A handler that writes where standard error is now: a progress bar puts a stream of its own there while it is drawn."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        with contextlib.suppress(OSError, ValueError):  # closed
+            click.echo(f"tilewright: {visible(record.getMessage())}", err=True)
+
+
+@contextlib.contextmanager
+def log_shown() -> Generator[None]:
+    """Show what the package logs as lines on standard error, while a verb runs."""
+    handler, before = _OnStandardError(logging.INFO), (LOGGER.level, LOGGER.propagate)
+    LOGGER.addHandler(handler)
+    LOGGER.setLevel(logging.INFO)
+    LOGGER.propagate = False  # a library that sets up the root logger would have each line shown twice
+    try:
+        yield
+    finally:
+        LOGGER.removeHandler(handler)
+        LOGGER.setLevel(before[0])
+        LOGGER.propagate = before[1]
 
 
 @contextlib.contextmanager
