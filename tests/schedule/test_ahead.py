@@ -128,7 +128,7 @@ def test_who_does_not_answer_is_ended(processes, monkeypatch):
     monkeypatch.setattr(ahead, "end_group", killed.append)
     made = {}
     inner = ahead._compile_workers
-    monkeypatch.setattr(ahead, "_compile_workers", lambda count: made.update(inner(count)) or made)
+    monkeypatch.setattr(ahead, "_compile_workers", lambda known, count: made.update(inner(known, count)) or made)
     assert ahead.compile_ahead([], detect("cpu")) == 2
     assert killed == list(made.values())[:1]
 
@@ -138,7 +138,8 @@ def test_points_that_come_later_are_for_processes_that_are_left(cores, asked, mo
     jobs = [(None, "any", at) for at in (0, 0, 0, 1, 1, 2, 2, 3, 3)]
     monkeypatch.setattr(ahead, "jobs_for", lambda problems, target: jobs)
     monkeypatch.setattr(ahead.os, "cpu_count", lambda: cores)
-    monkeypatch.setattr(ahead, "_compile_workers", lambda count: {Mock(): i for i in range(count)})
+    monkeypatch.setattr(ahead, "used_fork_server", Mock)
+    monkeypatch.setattr(ahead, "_compile_workers", lambda known, count: {Mock(): i for i in range(count)})
     done = []
     monkeypatch.setattr(ahead, "_work_off", lambda found, messages, *_: done.append((len(found), len(messages))))
     assert ahead.compile_ahead([], detect("cpu")) == asked

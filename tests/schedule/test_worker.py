@@ -50,8 +50,10 @@ def drop(tmp_path):
 
 @pytest.fixture(autouse=True)
 def worker(monkeypatch):
-    """These tests are about the worker: have it, and have it started."""
+    """These tests are about the worker: have it, have it started, and have it stay."""
     monkeypatch.delenv(SWITCH, raising=False)
+    for patience in ("IDLE_S", "START_S"):
+        monkeypatch.setattr(fork_server_module, patience, 600.0)
     began = fork_server()
     with began.lock:
         began.ensure_worker()
@@ -217,6 +219,33 @@ def test_an_interrupt_kills_the_worker_and_the_next_search_has_another(drop, wor
     assert gone(first)
     monkeypatch.undo()
     assert search(problem(44), CPU, budget_s=0.02, candidates=[drop()]).measured
+
+
+def test_processes_that_nobody_uses_end_and_start_again(drop, worker, monkeypatch):
+    monkeypatch.setattr(fork_server_module, "IDLE_S", 0.1)
+    pids = worker._process.pid, worker._pid
+    used = fork_server_module.used_fork_server()
+    assert search(problem(48), CPU, budget_s=0.02, candidates=[drop()]).measured
+    time.sleep(0.5)
+    assert used is worker and all(map(alive, pids))  # a search came to its end, another use has not
+    used.leave()
+    assert all(map(gone, pids))
+    assert fork_server() is not worker
+    assert search(problem(49), CPU, budget_s=0.02, candidates=[drop()]).measured
+
+
+def test_a_fork_server_that_is_started_and_not_used_ends_and_leaves_nothing_open(monkeypatch):
+    monkeypatch.setattr(fork_server_module, "_known", None)
+    monkeypatch.setattr(fork_server_module, "START_S", 0.1)
+    descriptors = []
+    for _ in range(3):
+        process = fork_server()._process
+        assert gone(process.pid)
+        process.wait()
+        with fork_server_module._starting:  # it has ended, the object too
+            gc.collect()
+            descriptors.append(len([*Path("/proc/self/fd").iterdir()]))
+    assert len(set(descriptors)) == 1
 
 
 def test_a_fork_server_that_was_killed_is_replaced(drop, worker):

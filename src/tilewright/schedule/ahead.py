@@ -15,7 +15,7 @@ from multiprocessing.connection import Connection, wait
 
 from tilewright.hardware.target import Target
 from tilewright.schedule.candidate import MetaPlan, Plan, Precompiled, Refusal, concerns, discover, planned
-from tilewright.schedule.fork_server import UnavailableError, end_group, fork_server
+from tilewright.schedule.fork_server import ForkServer, UnavailableError, end_group, used_fork_server
 from tilewright.schedule.problem import AnyProblem
 from tilewright.schedule.search import DEPTH
 from tilewright.schedule.worker import UNTOLD, pickled, settings_here
@@ -59,15 +59,22 @@ def compile_ahead(problems: Sequence[AnyProblem], target: Target, *, within_s: f
     processes, jobs = min(os.cpu_count() or 1, MOST_PROCESSES), jobs_for(problems, target)
     jobs = jobs[: max(processes, sum(at < DEPTH for *_, at in jobs))]
     messages = [m for problem, name, at in jobs if (m := _message(problem, target, name, at)) is not None]
-    compile_workers = _compile_workers(min(processes, len(messages)))
-    unanswered = set[Connection]()
+    if not messages:
+        return 0
     try:
+        known = used_fork_server()
+    except UnavailableError:
+        return 0
+    compile_workers, unanswered = dict[Connection, int](), set[Connection]()
+    try:
+        compile_workers = _compile_workers(known, min(processes, len(messages)))
         _work_off(list(compile_workers), messages, unanswered, within_s)
     finally:
         for each, pid in compile_workers.items():
             each.close()
             if each in unanswered:
                 end_group(pid)
+        known.leave()
     return len(messages) if compile_workers else 0
 
 
@@ -78,12 +85,11 @@ def _message(problem: AnyProblem, target: Target, name: str, at: int) -> bytes |
     return None
 
 
-def _compile_workers(count: int) -> dict[Connection, int]:
+def _compile_workers(known: ForkServer, count: int) -> dict[Connection, int]:
     """Up to `count` compile workers, as many as can be started, with their process ids."""
     found: dict[Connection, int] = {}
     with contextlib.suppress(UnavailableError):
         for _ in range(count):
-            known = fork_server()
             with known.lock:
                 pid, connection = known.compile_worker()
             found[connection] = pid

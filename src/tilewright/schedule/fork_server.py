@@ -6,9 +6,10 @@ hang. Beside it there may be *compile workers*, which compile. The fork server r
 that forking it is sound. It is no fork of the parent, whose threads and `__main__` it must not inherit, but a fresh interpreter
 with the parent's path and environment.
 
-The fork server ends when the parent's end of its socket closes, however the parent ended; the worker is killed when the fork
-server ends. Workers and compile workers are killed with the processes that they started, such as an assembler: each leads a
-process group. Messages are pickles between a process and its own children; nothing else ever reads them.
+The fork server ends when it was not used for `IDLE_S`, and when the parent's end of its socket closes, however the parent
+ended; the worker is killed when the fork server ends. Workers and compile workers are killed with the processes that they
+started, such as an assembler: each leads a process group.
+Messages are pickles between a process and its own children; nothing else ever reads them.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import IO, Any, cast
 
-START_S = 60.0  # for the fork server to import torch
+START_S = 60.0  # for the fork server to import torch, and to be used for the first time
+IDLE_S = 5.0  # after which the processes, 400 MB in size, end; the next search starts them again, in 2 seconds
 SLICE_S = 0.05
 HAD = 0.6  # of the time that a worker was given: less, and the machine is to blame for its silence
 SWITCH = "TILEWRIGHT_WORKER"  # 0: everything in the process that asks
@@ -86,13 +88,15 @@ class ForkServer:
     Attributes:
         lock: held by who uses the worker.
         worker: the connection to it; None while there is none.
+        ended: whether both processes were stopped, for good.
     """
 
     def __init__(self) -> None:
         if os.name != "posix" or not sys.executable:
             raise UnavailableError("no worker process: there is no Python to start here; kernels are tried in this process")
         self.owner, self.lock, self.worker = os.getpid(), threading.RLock(), cast("Connection | None", None)
-        self._pid, self._ready = 0, False
+        self._pid, self._users, self.ended = 0, 0, False
+        self._timer: threading.Timer | None = None
         self._said: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - as long as this object
         self._shared_fd = memory_file("shared", mmap.PAGESIZE)
         self._shared = mmap.mmap(self._shared_fd, mmap.PAGESIZE)
@@ -112,6 +116,24 @@ class ForkServer:
             raise UnavailableError(f"no worker process: {error}; kernels are tried in this process") from None
         finally:
             theirs.close()
+
+    def leave(self) -> None:
+        """End a use that `used_fork_server` began."""
+        with _starting:
+            self._users -= 1
+            self.end_unless_used(IDLE_S)
+
+    def end_unless_used(self, within_s: float) -> None:
+        """Stop after so many seconds if nobody uses this by then. Called with `_starting` held."""
+
+        def end() -> None:
+            with _starting:
+                if self._timer is timer and not self._users:
+                    self.stop()
+
+        self._timer = timer = threading.Timer(within_s, end)
+        timer.daemon = True
+        timer.start()
 
     def number(self, at: int) -> int:
         """The integer of 64 bits at byte `at` of the memory shared with the server."""
@@ -266,7 +288,11 @@ class ForkServer:
             return
         if _known is self:
             _known = None
+        if self.ended:
+            return
+        self.ended = True
         self._control.close()  # which it hears
+        os.close(self._shared_fd)
         if self.worker is not None:
             self.worker.close()
             self.worker = None
@@ -278,10 +304,13 @@ class ForkServer:
 
 
 _known: ForkServer | None = None
+_starting = threading.Lock()
 
 
 def _part() -> None:
     """Let go of the sockets, in a fork of the parent: the fork server ends, and the worker hears, when nobody holds them."""
+    global _starting
+    _starting = threading.Lock()  # which another thread of the parent may have held
     if _known is not None:
         _known.forsake()
 
@@ -290,22 +319,43 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_part)
 
 in_worker = False
-_starting = threading.Lock()
 
 
 def fork_server() -> ForkServer:
-    """The one of this process; a fork of it does not use its parent's."""
+    """The one of this process; a fork of it does not use its parent's. It may end before it is used: `used_fork_server`.
+
+    Raises:
+        UnavailableError: there can be none.
+    """
+    with _starting:
+        return _current()
+
+
+def used_fork_server() -> ForkServer:
+    """The same, which now goes on at least until `leave` is called."""
+    with _starting:
+        known = _current()
+        known._users += 1  # pyright: ignore[reportPrivateUsage]
+        return known
+
+
+def _current() -> ForkServer:
     global _known
     if in_worker or os.environ.get(SWITCH) == "0":
         raise UnavailableError("")
-    with _starting:
-        if _known is None or _known.owner != os.getpid():
-            try:
-                _known = ForkServer()
-            except OSError as error:
-                raise UnavailableError(f"no worker process: {error}; kernels are tried in this process") from None
-            atexit.register(_known.stop)
-        return _known
+    if _known is None or _known.owner != os.getpid() or _known.ended:
+        try:
+            _known = ForkServer()
+        except OSError as error:
+            raise UnavailableError(f"no worker process: {error}; kernels are tried in this process") from None
+        _known.end_unless_used(START_S)
+    return _known
+
+
+@atexit.register
+def _end() -> None:
+    if _known is not None:
+        _known.stop()
 
 
 STOPPED, RUNNING = frozenset("Tt"), frozenset("R")

@@ -38,6 +38,7 @@ from tilewright.schedule.fork_server import (
     fork_server,
     fork_server_main,
     memory_file,
+    used_fork_server,
 )
 from tilewright.schedule.guard import Watch
 from tilewright.schedule.measure import Fault
@@ -103,13 +104,16 @@ class HostedBench:
         self.lost: dict[int, Attempt] = {}
         self._passed: dict[int, tuple[Address, Schedule]] = {}
         self._problem, self._target, self.expect_s = problem, target, 0.0
-        self._fork_server = fork_server()
         self._limit_s = LIMIT_S if target.kind == "cpu" else GPU_LIMIT_S
+        self._fork_server = used_fork_server()
         try:
             tables = problem.large_tables if isinstance(problem, FusionProblem) else {}
             self._weights = _Weights({i: t for i, t in weights.items() if problem.weights[i]}, tables)
-        except (OSError, ValueError) as error:  # no memory for another copy, no descriptor
-            raise UnavailableError(f"the worker process cannot have the weights of {problem}: {error}") from None
+        except BaseException as error:
+            self._fork_server.leave()
+            if isinstance(error, OSError | ValueError):  # no memory for another copy, no descriptor
+                raise UnavailableError(f"the worker process cannot have the weights of {problem}: {error}") from None
+            raise
         self._fork_server.lock.acquire()
         try:
             self._opening = pickled(("open", problem, target, settings_here() | {"cold": cold}, self._weights.places))
@@ -171,6 +175,7 @@ class HostedBench:
             with contextlib.suppress(OSError):
                 self._fork_server.worker.send_bytes(pickled(("close",)))
         self._fork_server.lock.release()
+        self._fork_server.leave()
 
     def _ask(self, request: tuple[object, ...], limit_s: float | None) -> Any:
         if self._fork_server.worker is None:
