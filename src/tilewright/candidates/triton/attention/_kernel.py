@@ -139,6 +139,8 @@ def scores_of(q, start, ragged: tl.constexpr, head, tile, side, config, load_k, 
     x = tl.dot(q, tl.trans(k), input_precision=config.precision if config.exact else None)
     x = score(x, head, rows, row_mask, keys, key_mask, ragged, side)
     if config.causal:
+        if config.group > 1:
+            m = m % (config.queries // config.group)
         x = tl.where(m[:, None] + config.shift >= keys[None, :], x, HIDDEN)
     if ragged:
         x = tl.where(key_mask[None, :], x, HIDDEN)

@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from itertools import islice, product
 
+import torch
+
 from tilewright.candidates.triton.attention.heads import Heads, Rounded, heads_of
-from tilewright.candidates.triton.attention.kernel import TileConfig, kernel_text, power, sources_of
+from tilewright.candidates.triton.attention.kernel import WORKSPACE, TileConfig, config_of, kernel_text, power, sources_of
 from tilewright.candidates.triton.expressions.printer import pointer_type
-from tilewright.candidates.triton.runtime.launch import caller
-from tilewright.candidates.triton.runtime.module import Arch, Built, arch_of, build, exact_fp8, launcher, needs
+from tilewright.candidates.triton.runtime.launch import Counters, caller
+from tilewright.candidates.triton.runtime.module import Arch, Built, Launch, arch_of, build, exact_fp8, launcher, needs
 from tilewright.dtype import F32
 from tilewright.hardware.target import Target
-from tilewright.schedule.candidate import ATTENTION, GPU, Candidate, Kernel, Schedule, Unsupported
+from tilewright.schedule.candidate import ATTENTION, GPU, Candidate, Kernel, Runner, Schedule, Unsupported
 from tilewright.schedule.problem import AttentionProblem
 
 MOST_DEPTH = 256  # of a head: past that neither operands nor sums fit into registers and shared memory
+# Of programs that share the keys of few queries: tile_n, num_warps, num_stages.
+SPLIT = ((64, 4, 3), (64, 4, 4), (128, 8, 3), (32, 4, 4), (128, 4, 3), (64, 4, 2))
+MOST_ROWS = 64  # of such a program: past that a tile's partial sums are more to write than keys and values are to read
+LEAST_KEYS = 256  # below, one program has them all before the parts of others could be brought together
 HELD = 64  # scores of a thread, at most: as many again are needed while they are computed
 POINTS = 10
 # tile_m, tile_n, num_warps, num_stages, in the order in which they are expected to serve:
@@ -40,7 +46,13 @@ class Plan:
 
     def schedules(self) -> Iterable[Schedule]:
         shared = self.target.caches_bytes.get("shared", self.target.chip.shared_bytes)
-        return map(Schedule.of_point, islice(_points(self.heads, self.arch, shared), POINTS))
+        split = list(split_points(self.heads, self.arch, shared, self.target.cores))
+        return map(Schedule.of_point, islice((*split, *_points(self.heads, self.arch, shared)), POINTS))
+
+    def leading(self) -> Schedule | None:
+        """The first point, if it splits keys: without that few programs read them all, whichever kernel it is."""
+        first = next(iter(self.schedules()), None)
+        return first if first is not None and first.point(TileConfig).split_kv is not None else None
 
     def compile(self, schedule: Schedule) -> None:
         self.machine_code(schedule)
@@ -51,20 +63,31 @@ class Plan:
         types = {f"p{i}": self.problem.types[i] for i in sources_of(self.heads)}
         types |= {f"o{i}": t for i, t in enumerate(self.problem.outputs)}
         signature = {name: pointer_type(t.dtype) for name, t in types.items()}
+        if tile.split_kv is not None:
+            signature |= dict(zip(WORKSPACE, ("*fp32", "*i32"), strict=True))
         options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages, "enable_fp_fusion": False}
-        return build(kernel_text(self.heads, tile, exact_fp8(self.arch)), signature, self.arch, self.target.index, **options)
+        if tile.launch_early:
+            options["launch_pdl"] = True
+        text = kernel_text(self.heads_of(tile), tile, exact_fp8(self.arch))
+        return build(text, signature, self.arch, self.target.index, **options)
+
+    def heads_of(self, tile: TileConfig) -> Heads:
+        """The heads whose queries a program has rows of: where keys are split, one for each head of keys."""
+        return self.heads if tile.split_kv is None else self.heads.by_key_head()
 
     def build(self, schedule: Schedule) -> Kernel:
-        heads, target = self.heads, self.target
-        built = self.machine_code(schedule)
-        grid = heads.batch * heads.heads * -(-heads.queries // int(schedule["tile_m"]))
-        launch = launcher(built.kernel, (grid,), target.index, built.numbers)
-        return Kernel(
-            CANDIDATE.name,
-            schedule,
-            lambda weights: caller(sources_of(heads), self.problem.outputs, launch, weights, target),
-            **vars(needs(built.kernel)),
-        )
+        target, tile = self.target, schedule.point(TileConfig)
+        heads = self.heads_of(tile)
+        config, built = config_of(heads, tile), self.machine_code(schedule)
+
+        def prepare(weights: Mapping[int, torch.Tensor]) -> Runner:
+            launch = launcher(built.kernel, (config.parts,), target.index, built.numbers)
+            if tile.split_kv is not None:
+                launch = _with_workspace(launch, config.workspace, torch.device(target.device))
+            return caller(sources_of(heads), self.problem.outputs, launch, weights, target)
+
+        scratch = 0 if tile.split_kv is None else 4 * sum(config.workspace)
+        return Kernel(CANDIDATE.name, schedule, prepare, workspace_bytes=scratch, **vars(needs(built.kernel)))
 
 
 def plan(problem: AttentionProblem, target: Target) -> Plan:
@@ -100,6 +123,46 @@ def _points(heads: Heads, arch: Arch, shared: int) -> Iterable[TileConfig]:
             taken = bytes_each * (tile_m * depth + stages * tile_n * (depth + width))
             if taken <= shared and tile_m * width <= 128 * warps * arch.warp:
                 yield TileConfig(tile_m, tile_n, warps, stages, scores, precision)
+
+
+def split_points(heads: Heads, arch: Arch, shared: int, cores: int) -> Iterable[TileConfig]:
+    """Points at which programs share the keys of a tile of queries so that all of them together fill the machine, best guess
+    first. None where weights are rounded, which needs their sum first, where queries are many, or where tiles of them fill it
+    anyway.
+
+    Args:
+        heads: the attention.
+        arch: the architecture.
+        shared: bytes of shared memory of an SM.
+        cores: SMs.
+    """
+    grouped = heads.by_key_head()
+    if heads.on_weights is not None or grouped.queries > MOST_ROWS or heads.keys < LEAST_KEYS:
+        return
+    wide = heads.mma_dtype is F32
+    tile_m, blocks = power(grouped.queries), heads.batch * grouped.heads
+    each = heads.mma_dtype.bits // 8
+    depth, width = power(heads.depth), power(heads.width)
+    exact = wide and arch.capability >= 80
+    for tile_n, warps, stages in SPLIT:
+        taken = each * (tile_m * depth + (stages - 1) * tile_n * (depth + width)) + 2 * tile_m * tile_n * each
+        at_once = min(shared // (taken + 1024), 2048 // (warps * arch.warp), 3)
+        parts = min(cores * at_once // blocks, heads.keys // tile_n)
+        if parts > 1 and tile_m * width <= 128 * warps * arch.warp:
+            precision = "tf32x3" if exact else "ieee"
+            yield TileConfig(tile_m, tile_n, warps, stages, "online", precision, parts, arch.capability >= 90 or None)
+
+
+def _with_workspace(launch: Launch, workspace: tuple[int, int], device: torch.device) -> Launch:
+    """A launch with scratch memory for what parts of the keys give, and with counters of parts done."""
+    size, count = workspace
+    counters = Counters(count, device)
+
+    def start(*pointers: object) -> None:
+        parts, done = torch.empty(size, dtype=torch.float32, device=device), counters.take()
+        launch(*pointers, parts.data_ptr(), done.data_ptr())
+
+    return start
 
 
 CANDIDATE = Candidate("triton_attention", ATTENTION, GPU, 5, plan)

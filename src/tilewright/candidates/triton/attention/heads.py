@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, cast
 
 from tilewright.candidates.triton.expressions.emit import NUMBERED, VIEWS, check
@@ -66,6 +66,7 @@ class Heads:
     Attributes:
         batch, heads, shared: B, Hq, and queries' heads a key's head serves.
         queries, keys, depth, width: S, T, D, Dv.
+        group: heads whose queries follow one another as if they were one head's (`by_key_head`).
         q, k, v: the operands.
         mma_dtype: the type in which both products are done: f16 or bf16, or f32. Codes are multiplied as they are.
         scale: factor of the scores, codes' scales included.
@@ -95,6 +96,13 @@ class Heads:
     on_weights: Access | Rounded | None
     result: DType
     stores: tuple[Access, ...]
+    group: int = 1
+
+    def by_key_head(self) -> Heads:
+        """The same attention with a head for each head of keys: the queries of those that share it follow one another, as their
+        rows do anyway."""
+        fewer, more = self.heads // self.shared, self.queries * self.shared
+        return replace(self, heads=fewer, shared=1, queries=more, group=self.group * self.shared)
 
 
 def heads_of(problem: AttentionProblem, fp8: frozenset[str]) -> Heads:

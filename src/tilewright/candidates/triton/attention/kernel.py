@@ -18,6 +18,9 @@ from tilewright.ir.ops import Param
 from tilewright.lowering.access import Access
 
 KERNEL = "tilewright.candidates.triton.attention._kernel.attention"
+SPLIT_KERNEL = "tilewright.candidates.triton.attention._split_kv.split_attention"
+WORKSPACE = ("parts", "counters")  # arguments of the second one
+LOADED = 64  # sums of a thread that are on their way at a time
 LOG2_E = 1.4426950408889634
 ROUND = 1.5 * 2.0**23  # added to an f32 below 2^22 it leaves the nearest integer, ties to even, in the low bits of the sum
 
@@ -32,6 +35,8 @@ class TileConfig:
         num_warps, num_stages: see docs/glossary.md.
         scores: "online", "held" or "twice": see `_kernel.py`.
         precision: of a product of f32: "ieee" or "tf32x3".
+        split_kv: programs that share the keys of a tile of queries (`_split_kv.py`); None for `_kernel.py`.
+        launch_early: programs wait for the kernel before this one themselves, and the next kernel's may start beside them.
     """
 
     tile_m: int
@@ -40,13 +45,17 @@ class TileConfig:
     num_stages: int
     scores: str
     precision: str
+    split_kv: int | None = None
+    launch_early: bool | None = None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class KernelConfig(TileConfig):
-    """The constants of `_kernel.py`, and what follows from them."""
+    """The constants of `_kernel.py` and `_split_kv.py`, and what follows from them."""
 
+    heads: int  # over the whole batch
     queries: int  # of a head
+    group: int  # heads of the graph that these are the queries of, one head's after the other's
     keys: int
     shared: int  # heads of queries that have the same keys and values
     width: int  # columns of the values, filled up to a power of two
@@ -68,6 +77,32 @@ class KernelConfig(TileConfig):
         """Tiles of keys."""
         return -(-self.keys // self.tile_n)
 
+    @property
+    def parts(self) -> int:
+        """Parts of all tiles of queries, one for each program, where keys are split."""
+        return self.heads * self.tiles * (self.split_kv or 1)
+
+    @property
+    def kept_rows(self) -> int:
+        """Rows of a tile of queries that are worth keeping: it is filled up for the matrix unit."""
+        return min(self.tile_m, power(self.queries, least=1))
+
+    @property
+    def at_once(self) -> int:
+        """Parts that are added up at a time, a power of two: those that fit into registers."""
+        most = LOADED * self.num_warps * 32 // (self.kept_rows * self.width)
+        return min(1 << max(most.bit_length() - 1, 0), self.padded_parts)
+
+    @property
+    def padded_parts(self) -> int:
+        """Parts of a tile of queries, filled up to a power of two."""
+        return power(self.split_kv or 1, least=1)
+
+    @property
+    def workspace(self) -> tuple[int, int]:
+        """Numbers of 32 bits in the workspace: sums, maxima and sums of weights of all parts; counters of parts done."""
+        return self.parts * self.kept_rows * (self.width + 2), self.heads * self.tiles
+
 
 def sources_of(heads: Heads) -> list[int]:
     """The problem's sources that the kernel reads."""
@@ -76,18 +111,25 @@ def sources_of(heads: Heads) -> list[int]:
     return sorted({n.op.index for n in toposort(roots) if isinstance(n.op, Param)})
 
 
+def config_of(heads: Heads, point: TileConfig) -> KernelConfig:
+    """The constants of a kernel."""
+    return _Generated(heads, frozenset()).config(point)
+
+
 def kernel_text(heads: Heads, point: TileConfig, fp8: frozenset[str]) -> KernelSource:
     """A module with the function `kernel` of a pointer for each source that is read, and for each result."""
     made = _Generated(heads, fp8)
     pointers = [f"p{i}" for i in sources_of(heads)] + [f"o{i}" for i in range(len(heads.stores))]
     functions = made.functions(point)
     factors = f"({', '.join(made.factors)})"
-    return instance(KERNEL, made.config(point), [factors], pointers, functions, made.numbers.numbers, gluon=False)
+    kernel, workspace = (KERNEL, ()) if point.split_kv is None else (SPLIT_KERNEL, WORKSPACE)
+    given = [*workspace, factors]
+    return instance(kernel, made.config(point), given, pointers, functions, made.numbers.numbers, workspace, gluon=False)
 
 
-def power(n: int) -> int:
-    """The least power of two that is no smaller, and fills a matrix instruction."""
-    return max(16, 1 << max(n - 1, 0).bit_length())
+def power(n: int, least: int = 16) -> int:
+    """The least power of two that is no smaller, and by default fills a matrix instruction."""
+    return max(least, 1 << max(n - 1, 0).bit_length())
 
 
 class _Operands(Emitter):
@@ -140,18 +182,21 @@ class _Generated:
         """The kernel's constants."""
         h = self.h
         exact, lower = h.mma_dtype is F32, h.causal == "lower"
-        masks_rows = h.mask is not None or (lower and h.keys < h.queries)
+        queries = h.queries // h.group
+        masks_rows = h.mask is not None or (lower and h.keys < queries)
         return KernelConfig(
             **asdict(point),
+            heads=h.batch * h.heads,
             queries=h.queries,
+            group=h.group,
             keys=h.keys,
             shared=h.shared,
             width=power(h.width),
             causal=h.causal != "no",
-            shift=h.keys - h.queries if lower else 0,
+            shift=h.keys - queries if lower else 0,
             exact=exact,
             as_left=self.as_left,
-            masks_rows=masks_rows,
+            masks_rows=masks_rows or (point.split_kv is not None and h.causal != "no"),  # a part of the keys may be hidden
             zero_rows=h.zero_masked_rows and masks_rows,
             rounds_weights=h.on_weights is not None,
         )

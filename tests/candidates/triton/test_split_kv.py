@@ -1,0 +1,218 @@
+"""Attention of few queries whose keys are split over programs, run by the PTX machine: results, orders, workspace, sizes."""
+
+import math
+
+import pytest
+import torch
+from attentions import attention
+from ptx import H200, emulate, emulating
+from ptx.machine import How
+
+from tests.candidates.triton.test_attention import flash
+from tilewright.dtype import BF16, F8E4M3FN, F16, F32, PRED, S8
+from tilewright.ir.build import broadcast, convert, input_, map_, reshape, slice_, transpose
+from tilewright.ir.evaluate import evaluate_nodes
+from tilewright.ir.graph import Node
+from tilewright.ir.ops import Acc, Attention, Param
+from tilewright.ir.types import TensorType
+from tilewright.schedule.expected import check, expect
+from tilewright.schedule.problem import problem_of
+from tilewright.schedule.sample import random_sources
+
+pytest.importorskip("triton")
+
+from tilewright.candidates.triton.attention.candidate import CANDIDATE
+from tilewright.candidates.triton.attention.kernel import TileConfig
+from tilewright.candidates.triton.runtime.module import Arch, assembly, needs
+from tilewright.schedule.candidate import Leading, Schedule, plan_for
+
+
+def tile(split_kv, tile_n=16, tile_m=16, warps=4, stages=3, precision="ieee", early=True):
+    return Schedule.of_point(TileConfig(tile_m, tile_n, warps, stages, "online", precision, split_kv, early))
+
+
+def run(node, schedule, sources=None, **how):
+    problem = problem_of(node)
+    sources = random_sources(problem) if sources is None else sources
+    return problem, sources, emulate(CANDIDATE, problem, schedule, sources, **how)
+
+
+def right(node, schedule, sources=None, **how):
+    problem, sources, results = run(node, schedule, sources, **how)
+    why = check(problem, expect(problem, sources), results)
+    assert why is None, f"{problem} {schedule}: {why}"
+    return sources, results
+
+
+@pytest.mark.parametrize(("keys", "parts"), [(1, 1), (17, 2), (131, 3), (131, 9), (256, 16)], ids=lambda x: str(x))
+def test_any_number_of_keys_in_any_number_of_parts(keys, parts):
+    right(attention((2, 4, 4, 1, keys, 16, 16), BF16), tile(parts))
+
+
+@pytest.mark.parametrize("causal", ["no", "upper", "lower"])
+@pytest.mark.parametrize(("queries", "tile_m"), [(3, 16), (7, 32), (9, 16)])
+def test_queries_of_heads_that_share_keys_are_rows_of_one_tile(causal, queries, tile_m):
+    """Nine queries of four heads take three tiles of 16 rows."""
+    right(attention((2, 4, 4, queries, 70, 16, 32), F16, causal=causal), tile(3, tile_m=tile_m))
+
+
+def test_as_torch_computes_it():
+    shape = (2, 8, 4, 3, 133, 32, 32)
+    (q, k, v), (got,) = right(attention(shape, F16), tile(4))
+    wanted = torch.nn.functional.scaled_dot_product_attention(q, k, v, scale=0.125, enable_gqa=True)
+    torch.testing.assert_close(got, wanted, rtol=2e-3, atol=2e-3)
+
+
+@pytest.mark.parametrize(("dtype", "precision"), [(F32, "ieee"), (F32, "tf32x3"), (F16, "ieee")], ids=str)
+def test_types(dtype, precision):
+    right(attention((1, 2, 2, 1, 50, 20, 12), dtype), tile(3, precision=precision))
+
+
+@pytest.mark.parametrize("mask", [PRED, F32, BF16], ids=str)
+@pytest.mark.parametrize("spread", [(0, 0, 0, 1), (1, 0, 0, 1), (0, 1, 1, 1)], ids=str)
+def test_masks(mask, spread):
+    shape = (2, 4, 2, 3, 70, 16, 16)
+    extents = (shape[0], shape[1], shape[3], shape[4])
+    given = tuple(d if full else 1 for d, full in zip(extents, spread, strict=True))
+    right(attention(shape, F16, mask=(mask, given)), tile(3))
+
+
+@pytest.mark.parametrize("zero", [False, True])
+@pytest.mark.parametrize("hidden", [range(32), range(32, 96), range(96), range(5, 96)], ids=str)
+def test_a_length_hides_whole_parts_or_all_of_them(zero, hidden):
+    """As a cache of fixed size is masked by its length; of rows that see nothing, zeros or NaN."""
+    node = attention((1, 2, 2, 1, 96, 16, 16), F16, mask=(PRED, (1, 1, 1, 96)), zero_masked_rows=zero)
+    sources = random_sources(problem_of(node))
+    sources[3] = torch.ones(1, 1, 1, 96, dtype=torch.bool)
+    sources[3][..., list(hidden)] = False
+    _, _, (got,) = run(node, tile(3), sources)
+    q, k, v, mask = sources
+    scores = (q.float() @ k.float().mT * 0.125).masked_fill(~mask, -math.inf)
+    wanted = torch.softmax(scores, -1) @ v.float()
+    wanted = wanted.nan_to_num(0.0) if zero else wanted
+    torch.testing.assert_close(got.float(), wanted, rtol=3e-3, atol=3e-3, equal_nan=True)
+
+
+@pytest.mark.parametrize("what", [math.inf, -math.inf, math.nan])
+@pytest.mark.parametrize("of", ["q", "k", "v"])
+def test_what_is_no_number_stays_where_the_oracle_has_it(what, of):
+    node = attention((1, 2, 1, 1, 64, 16, 16), F32, mask=(PRED, (1, 1, 1, 64)))
+    sources = random_sources(problem_of(node))
+    sources[3] = torch.arange(64).reshape(1, 1, 1, 64) < 50
+    sources["qkv".index(of)][0, 1, 0, 3] = what
+    _, _, (got,) = run(node, tile(4), sources)
+    (wanted,) = evaluate_nodes((node,), dict(zip(node.src, sources, strict=True)))
+    torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-4, equal_nan=True)
+
+
+def cached(codes, dtype, scales, shape=(2, 4, 2, 1, 70, 16, 16)):
+    """Keys and values as codes in a cache [B, T, H, D], dequantised by scales of an own shape."""
+    batch, heads, group, queries, keys, depth, width = shape
+    fewer = heads // group
+    src = [input_("q", dtype, (batch, heads, queries, depth))]
+    src += [input_(n, codes, (batch, keys, fewer, d)) for n, d in (("k", depth), ("v", width))]
+    src += [input_(f"{n}_scale", F32, scales(batch, keys, fewer)) for n in "kv"]
+    q, k, v, ks, vs = (Node(Param(i, s.tensor)) for i, s in enumerate(src))
+
+    def operand(x, scale):
+        wide = map_("multiply", convert(x, F32), broadcast(scale, x.shape))
+        return transpose(convert(wide, dtype), (0, 2, 1, 3))
+
+    return Node(Attention(0.125, operands=(q, operand(k, ks), operand(v, vs))), *src)
+
+
+@pytest.mark.parametrize("codes", [S8, F8E4M3FN], ids=str)
+@pytest.mark.parametrize(
+    "scales",
+    [lambda b, t, h: (1, 1, h, 1), lambda b, t, h: (b, t, h, 1), lambda b, t, h: (b, t, 1, 1)],
+    ids=["head", "head and token", "token"],
+)
+def test_caches_of_codes_with_their_scales(codes, scales):
+    right(cached(codes, BF16, scales), tile(3))
+
+
+def test_a_cache_that_lies_by_tokens_is_read_where_it_is():
+    """[B, S, H, D], as many models keep it; a part of a longer one."""
+    whole = input_("cache", F16, (2, 80, 2, 2, 32))
+    q = input_("q", F16, (2, 4, 1, 32))
+    leaf, query = Node(Param(1, whole.tensor)), Node(Param(0, q.tensor))
+    k, v = (transpose(reshape(slice_(slice_(leaf, 2, i, i + 1), 1, 0, 73), (2, 73, 2, 32)), (0, 2, 1, 3)) for i in range(2))
+    right(Node(Attention(0.2, operands=(query, k, v)), q, whole), tile(4))
+
+
+def test_stores_are_expressions():
+    shape = (2, 4, 4, 1, 40, 16, 16)
+    plain = attention(shape, F16)
+    acc = Node(Acc(TensorType(F16, (2, 4, 1, 16))))
+    stores = (reshape(transpose(acc, (0, 2, 1, 3)), (2, 64)), map_("tanh", acc))
+    right(Node(Attention(0.125, stores=stores), *plain.src), tile(2))
+
+
+def test_the_next_kernel_may_start_beside_this_one_or_after_it():
+    node = attention((1, 4, 4, 1, 50, 16, 16), F16)
+    right(node, tile(2, early=None))
+    plan = plan_for(CANDIDATE, problem_of(node), H200)
+    waits = [plan.machine_code(tile(2, early=e)).kernel.asm["ptx"].count("griddepcontrol.wait") for e in (None, True)]
+    assert waits == [0, 1]
+
+
+@pytest.mark.parametrize("how", [{"seed": 1}, {"seed": 2}, {"late": True}], ids=str)
+def test_results_are_the_same_in_any_order(how):
+    node = attention((1, 4, 4, 1, 100, 16, 16), F16)
+    problem, sources, first = run(node, tile(5, tile_n=32))
+    assert check(problem, expect(problem, sources), first) is None
+    _, _, again = run(node, tile(5, tile_n=32), sources, **how)
+    assert torch.equal(first[0], again[0])
+
+
+def test_counters_are_zero_again_for_the_next_call():
+    problem = problem_of(attention((2, 4, 2, 1, 64, 16, 16), F16))
+    plan = plan_for(CANDIDATE, problem, H200)
+    with emulating(How()):
+        call = plan.build(tile(4)).prepare({})
+        for _ in range(2):
+            sources = random_sources(problem)
+            assert check(problem, expect(problem, sources), call(sources)) is None
+
+
+def test_all_threads_have_left_their_part_before_it_is_counted():
+    plan = plan_for(CANDIDATE, problem_of(attention((1, 4, 4, 1, 100, 16, 16), F16)), H200)
+    before, _ = plan.machine_code(tile(2, tile_n=32)).kernel.asm["ptx"].split("atom.global.gpu.acq_rel.add.u32")
+    assert before.rindex("bar.sync") > before.rindex("st.global")
+
+
+# -- sizes
+
+
+def decoding(batch=1, heads=32, group=4, queries=1, keys=4096, depth=128, dtype=BF16, **more):
+    return problem_of(attention((batch, heads, group, queries, keys, depth, depth), dtype, **more))
+
+
+def test_parts_fill_the_machine_and_come_first():
+    for problem, least in ((decoding(), 132), (decoding(keys=32768), 132), (decoding(16), 256), (decoding(queries=4), 132)):
+        plan = plan_for(CANDIDATE, problem, H200)
+        first = next(iter(plan.schedules()))
+        heads = problem.operands[1].shape[0] * problem.operands[1].shape[1]
+        parts = int(first["split_kv"])
+        assert least <= heads * parts <= 3 * 132 and isinstance(plan, Leading) and plan.leading() == first
+
+
+@pytest.mark.parametrize(
+    "problem",
+    [decoding(batch=64), decoding(keys=200), decoding(queries=512), flash(), flash(extents=(1, 12, 384, 384))],
+    ids=["many heads", "few keys", "many queries", "prefill", "prefill of one"],
+)
+def test_what_fills_the_machine_anyway_is_left_whole(problem):
+    plan = plan_for(CANDIDATE, problem, H200)
+    assert not any("split_kv" in dict(s.knobs) for s in plan.schedules())
+    assert isinstance(plan, Leading) and plan.leading() is None
+
+
+def test_keys_come_by_asynchronous_copies_once_for_all_queries_that_share_them():
+    plan = plan_for(CANDIDATE, decoding(keys=32768), H200)
+    first = next(iter(plan.schedules()))
+    kernel = plan.machine_code(first).kernel
+    code, found = assembly(kernel), needs(kernel)
+    assert found.spills == 0 and 3 * found.shared_bytes <= 227 << 10 and found.registers <= 168
+    assert "LDGSTS.E.BYPASS.128" in code and "HMMA.16816.F32.BF16" in code
+    assert Arch("cuda", 90, 32) == plan.arch
