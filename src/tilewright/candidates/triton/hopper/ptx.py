@@ -60,7 +60,7 @@ def widest_products(ptx: str) -> str:
 def narrowed(ptx: str, columns: int) -> str:
     """Products of fewer columns than Triton asks for, who knows powers of two alone: the last registers stay as they are.
 
-    Where a kernel had to say `stage_of` (`gemm/_kernel.py`), a stage of the right operand is as long as its own columns.
+    Where a kernel had to say `stage_of` (`gemm/_operand.py`), a stage of the right operand is as long as its own columns.
     """
     whole = 1 << (columns - 1).bit_length()
     pattern = re.compile(rf"(wgmma\.mma_async\.sync\.aligned\.m64n){whole}(k\S+) \{{([^}}]*)\}}")
@@ -133,7 +133,7 @@ def multicast(ptx: str, right: int) -> str:
 
 
 def split(ptx: str, blocks: int, groups: int, ring_bytes: tuple[int, int]) -> str:
-    """Clusters of blocks that send one another parts of sums (`gemm/_kernel.py`), each of so many warpgroups.
+    """Clusters of blocks that send one another parts of sums (`gemm/_reduction.py`), each of so many warpgroups.
 
     What looks like barriers of MARKED arrivals tells where both operands' rings are, of `ring_bytes`, which must follow one
     another. The last barriers are `empty`, at which all of the cluster's warpgroups arrive in every block, and `full`, one of

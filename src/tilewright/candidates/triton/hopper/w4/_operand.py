@@ -18,7 +18,9 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_init, warpgroup_mma_wait
 
 from tilewright.candidates.triton.hopper._pipeline import PipelineState
-from tilewright.candidates.triton.hopper.gemm._kernel import halve_columns, mma_layout, right_fragment, run
+from tilewright.candidates.triton.hopper.gemm._kernel import run
+from tilewright.candidates.triton.hopper.gemm._layouts import halve_columns, mma_layout
+from tilewright.candidates.triton.hopper.gemm._operand import right_fragment
 from tilewright.candidates.triton.hopper.w4._kernel import both_rows, named
 from tilewright.candidates.triton.runtime._gluon import aggregate_of, reinterpret
 
