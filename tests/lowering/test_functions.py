@@ -4,9 +4,7 @@ import pytest
 
 from tilewright.candidates.llvm.expressions import vector
 from tilewright.candidates.llvm.gemm import kernel as llvm_kernel
-from tilewright.candidates.llvm.gemm import space as llvm_space
 from tilewright.candidates.triton.expressions import emit
-from tilewright.candidates.triton.hopper.gemm import spec as hopper_spec
 from tilewright.dtype import F32, PRED, S32, U32
 from tilewright.ir import expression
 from tilewright.ir.build import map_
@@ -14,20 +12,20 @@ from tilewright.ir.graph import Node
 from tilewright.ir.ops import Param
 from tilewright.ir.ops.functions import FUNCTIONS
 from tilewright.ir.types import TensorType
-from tilewright.lowering import reduction_nest
-from tilewright.lowering.scalar import functions
+from tilewright.lowering.scalar import costs, functions
 from tilewright.schedule import sample
 from tilewright.schedule.candidate import Unsupported
 
 TABLES = {
+    "costs.APPROXIMATED": costs.APPROXIMATED,
+    "costs.POLYNOMIAL": costs.POLYNOMIAL.of,
+    "costs.ROW": costs.ROW.of,
+    "costs.SPECIAL_UNIT": costs.SPECIAL_UNIT.of,
     "expression.QUICK": expression.QUICK,
     "expression.REDUCED_PRECISION_SAFE": expression.REDUCED_PRECISION_SAFE,
     "expression.REDUCED_PRECISION_SAFE_TO_8_BITS": expression.REDUCED_PRECISION_SAFE_TO_8_BITS,
     "functions.PICKED": functions.PICKED,
-    "hopper.gemm.spec.LONG": hopper_spec.LONG,
     "llvm.gemm.kernel.FUSED_FUNCTIONS": llvm_kernel.FUSED_FUNCTIONS,
-    "llvm.gemm.space.LONG": llvm_space.LONG,
-    "reduction_nest.LONG": reduction_nest.LONG,
     "sample.ADDITIVE": sample.ADDITIVE,
 }
 

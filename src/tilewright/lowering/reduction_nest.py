@@ -44,6 +44,7 @@ from tilewright.ir.ops import (
 from tilewright.lowering.access import Access, AccessMap, View, below_view
 from tilewright.lowering.decompose import decompose, param_per_access
 from tilewright.lowering.ranges import Piece, pieces_of
+from tilewright.lowering.scalar.costs import ROW
 from tilewright.schedule.candidate import Unsupported
 from tilewright.schedule.problem import Destination
 
@@ -51,7 +52,6 @@ COMBINED = ("add", "mean", "maximum", "minimum", "multiply", "and", "or")
 MATERIALISED_COLUMNS = 1 << 16  # of rows whose intermediates are stored: past that they would leave the second-level cache
 MOST_AGAIN = 1.125  # times the work of the expressions as given, at most: a mean in parts divides once more a row
 WORKED_OUT_AGAIN = 4  # instructions that cost no more than writing a value and reading it back
-LONG = frozenset({"exponential", "logistic", "silu", "tanh", "erf", "erfc", "gelu", "gelu_tanh"})
 
 
 @dataclass(frozen=True)
@@ -222,7 +222,7 @@ def _cost(n: Node) -> int:
     if isinstance(op, (*VIEWS, Reduce)):
         return 0
     if isinstance(op, Map):
-        return 16 if op.fn in LONG else 4 if op.fn in ("divide", "sqrt", "rsqrt") else 1
+        return ROW(op.fn)
     return 6 if isinstance(op, Quantize) else 2 if isinstance(op, (Convert, Dequantize)) else 1
 
 

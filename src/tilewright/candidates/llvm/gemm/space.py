@@ -21,21 +21,10 @@ from tilewright.dtype import F32
 from tilewright.hardware.target import Target
 from tilewright.ir.graph import Node, toposort
 from tilewright.ir.ops import VIEWS, Acc, Dequantize, Map, Param, Quantize
+from tilewright.lowering.scalar.costs import POLYNOMIAL
 from tilewright.schedule.cost import Phase, Quantity, Work, predict_us
 from tilewright.schedule.problem import Operand, Problem
 
-# Instructions that a function takes (`lowering/scalar/functions.py`).
-LONG = {
-    "logistic": 18.0,
-    "silu": 19.0,
-    "tanh": 20.0,
-    "erf": 25.0,
-    "erfc": 30.0,
-    "gelu": 28.0,
-    "gelu_tanh": 24.0,
-    "divide": 8.0,
-    "exponential": 12.0,
-}
 Ints = NDArray[np.int64]
 Flags = NDArray[np.bool_]
 
@@ -119,7 +108,7 @@ def _steps(roots: Sequence[Node]) -> float:
     found = 0.0
     for n in toposort(roots):
         if isinstance(n.op, Map):
-            found += LONG.get(n.op.fn, 1.0)
+            found += POLYNOMIAL(n.op.fn)
         elif isinstance(n.op, (Quantize, Dequantize)):
             found += 4.0
         elif not isinstance(n.op, (*VIEWS, Param, Acc)):
@@ -129,7 +118,7 @@ def _steps(roots: Sequence[Node]) -> float:
 
 def _computed(root: Node) -> float:
     """Operations on a vector of an operand that functions take."""
-    return sum(LONG.get(n.op.fn, 1.0) for n in toposort((root,)) if isinstance(n.op, Map))
+    return sum(POLYNOMIAL(n.op.fn) for n in toposort((root,)) if isinstance(n.op, Map))
 
 
 def _stored_bits(operand: Operand, root: Node) -> int:

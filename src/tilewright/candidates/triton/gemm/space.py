@@ -16,10 +16,10 @@ import numpy as np
 from tilewright.candidates.triton.gemm.kernel import KernelSpec, TileConfig
 from tilewright.candidates.triton.runtime.module import Arch, arch_of
 from tilewright.hardware.target import Target, wider_units
-from tilewright.ir.expression import QUICK
 from tilewright.ir.graph import toposort
 from tilewright.ir.ops import VIEWS, Const, Map, Param
 from tilewright.lowering.access import Access
+from tilewright.lowering.scalar.costs import ON_THE_WAY
 from tilewright.schedule.cost import Phase, Work, predict_us
 
 LANES = 128  # f32 operations a cycle and SM, of every architecture here but gfx9's 256
@@ -38,7 +38,6 @@ TAKES_TURNS = 1.45  # with two stages, loads of one wait for the dot of the othe
 # them, as it turns 16-bit ones, so that each warp gathers them; the dot's second operand and its first. H200, s8 products of 32
 # to 4096 rows.
 GATHERED, GATHERED_FIRST = 10.0, 2.5
-LONG = 24  # instructions of a function that is an approximation: exp, erf and the like
 STEP = 40.0  # cycles of a step for its own sake: barriers, addresses
 TIGHT = 1.08  # 128 sums a thread leave few registers
 MOST = 96  # points that are ranked
@@ -239,7 +238,7 @@ def _across(access: Access) -> bool:
 def _conversions(access: Access) -> int:
     """Instructions for each element of an operand on the way to the dot."""
     done = [n.op for n in toposort((access.root,)) if not isinstance(n.op, (Param, Const, *VIEWS))]
-    return sum(7 if not isinstance(op, Map) else 2 if op.fn in QUICK else LONG for op in done)
+    return sum(ON_THE_WAY(op.fn) if isinstance(op, Map) else 7 for op in done)
 
 
 def _operations(access: Access) -> int:

@@ -18,6 +18,7 @@ from tilewright.dtype import BF16, F16
 from tilewright.ir.expression import quantised_at_once
 from tilewright.ir.graph import Node, toposort
 from tilewright.ir.ops import Dequantize, Map, Quantize, Select
+from tilewright.lowering.scalar.costs import SPECIAL_UNIT
 from tilewright.schedule.cost import Phase, Work, predict_us
 
 TILES = (*((m, n) for m in (128, 64) for n in (256, 224, 192, 160, 128, 96, 64)), (256, 128))
@@ -50,8 +51,7 @@ MULTICAST_CYCLES = 600.0  # that blocks of a pair wait for one another
 FEWEST_PINGPONG_TILES = 4  # tiles of a block that are worth taking turns
 PINGPONG_STEP = 0.93  # of a step, where one warpgroup alone multiplies: less than its bytes of shared memory say
 FEW_STAGES = 1.12  # a step of a ring of fewer than four
-INSTRUCTIONS = {"gelu": 12, "gelu_tanh": 10, "silu": 8, "logistic": 8, "exponential": 4, "erf": 16, "erfc": 16, "tanh": 14}
-QUANTISED_GELU, QUANTISED = 6, 4
+QUANTISED_GELU, QUANTISED = 6, 4  # instructions on an element
 # 132 tiles of 128 x 256 that are in work at once, g of them one below another, read 128 g rows and 256 * 132 / g columns of the
 # operands, the fewest at g = 16; other tiles at most a quarter more than at their best. That is from L2, and no other value has
 # been measured: as a knob it would be one more factor of `_bases`, told apart by `work`.
@@ -178,7 +178,7 @@ def _instructions(spec: KernelSpec) -> float:
         for n in toposort((store.access.root,)):
             own = 0
             if isinstance(n.op, Map):
-                own = QUANTISED_GELU if n in short else INSTRUCTIONS.get(n.op.fn, 1)
+                own = QUANTISED_GELU if n in short else SPECIAL_UNIT(n.op.fn)
             elif isinstance(n.op, (Quantize, Dequantize, Select)):
                 own = 1 if short else QUANTISED
             total += own * store.access.columns_extent / spec.plan.N

@@ -16,8 +16,7 @@ from tilewright.ir.expression import quantised_at_once
 from tilewright.ir.graph import Node, toposort
 from tilewright.ir.ops import Map, Param, Slice
 from tilewright.lowering.access import Access
-
-LONG = frozenset({"gelu", "gelu_tanh", "erf", "erfc", "tanh", "silu", "logistic"})
+from tilewright.lowering.scalar.costs import COMPOSED
 
 
 @dataclass(frozen=True)
@@ -278,7 +277,7 @@ def spec_of(plan: Plan, tile: TileConfig) -> KernelSpec:
     stores: list[Store] = []
     for access in plan.stores:
         widest = math.gcd(128 // access.root.dtype.size_bytes(1), tile.tile_n // plan.accumulators // tile.split_k)
-        if not quantised_at_once(access.root) and any(isinstance(n.op, Map) and n.op.fn in LONG for n in access.views):
+        if not quantised_at_once(access.root) and any(isinstance(n.op, Map) and n.op.fn in COMPOSED for n in access.views):
             widest = min(widest, 64)  # of wider ones more would be under way than there are registers
         fitting = (_store(access, plan, rows, widest >> i) for i in range(3))  # heads may be narrower than a subtile
         stores.append(next((s for s in fitting if s.view is not None), Store(access, None, widest)))
