@@ -50,7 +50,7 @@ class FakeGpu:
             synchronize=lambda device: setattr(self, "host", max(self.host, self.busy_until)),
         )
         monkeypatch.setattr(measure, "CudaGraphs", lambda device: self.capture)
-        monkeypatch.setattr(measure, "torch", types.SimpleNamespace(cuda=cuda))
+        monkeypatch.setattr(measure, "torch", types.SimpleNamespace(cuda=cuda, get_num_threads=lambda: 1))
         monkeypatch.setattr(measure.time, "perf_counter", lambda: self.host / 1e6)
 
     def capture(self, several):
@@ -114,7 +114,7 @@ def test_candidates_are_told_apart_by_their_kernels_alone(monkeypatch):
     gpu = FakeGpu(monkeypatch)
     fast, slow = gpu.kernel(5.0), gpu.kernel(7.0)
     times = time_interleaved([fast, slow], "cuda", budget_s=0.0)
-    assert times[1] / times[0] == pytest.approx(1.4, rel=0.03)
+    assert times.us(1) / times.us(0) == pytest.approx(1.4, rel=0.03)
     assert fast.calls > slow.calls > 3
 
 
@@ -138,17 +138,19 @@ def test_what_comes_before_a_cold_call_takes_the_host_longer_than_the_device(mon
         gpu.work(3.0)
 
     runs = [gpu.kernel(5.0), gpu.kernel(7.0)]
-    assert time_interleaved(runs, "cuda", budget_s=0.0, before=before) == [
-        pytest.approx(us + EVENT_US + LAUNCH_US) for us in (5, 7)
-    ]
+    race = time_interleaved(runs, "cuda", budget_s=0.0, before=before)
+    assert [race.us(i) for i in (0, 1)] == [pytest.approx(us + EVENT_US + LAUNCH_US) for us in (5, 7)]
 
 
 def test_a_cold_call_is_timed_again_if_the_device_waited_for_the_host(monkeypatch):
     gpu = FakeGpu(monkeypatch, host_us=8.0, record_us=15.0)
     first, then = gpu.kernel(2.0), gpu.kernel(4.0)
     runs = [gpu.kernel(5.0), lambda: (first(), then())]
-    one, both = time_interleaved(runs, "cuda", budget_s=0.0, before=lambda: gpu.work(3.0))
-    assert (one, both) == (pytest.approx(5.0 + EVENT_US + LAUNCH_US), pytest.approx(6.0 + EVENT_US + 2 * LAUNCH_US))
+    race = time_interleaved(runs, "cuda", budget_s=0.0, before=lambda: gpu.work(3.0))
+    assert (race.us(0), race.us(1)) == (
+        pytest.approx(5.0 + EVENT_US + LAUNCH_US),
+        pytest.approx(6.0 + EVENT_US + 2 * LAUNCH_US),
+    )
 
 
 def test_the_report_says_how_many_calls_were_timed_together(monkeypatch):

@@ -49,3 +49,14 @@ def test_kernels_that_were_called_wrong_are_told_of():
         "kernels were refused that gave other results than the reference; report this (fast: the result is"
     )
     assert "slow" not in found.why
+
+
+def test_one_that_did_not_come_back_gave_no_other_results_and_one_that_starved_did_nothing():
+    program = compiled()
+    (step,) = program.steps
+    starved = Rejected("split", "starved", "no answer in 8 s: killed, while other programs had the processors")
+    object.__setattr__(step.decision, "rejected", (starved,))
+    assert fallback(program, {}) == []
+    object.__setattr__(step.decision, "rejected", (starved, Rejected("fast", "lost", "no answer in 4 s: killed")))
+    (found,) = fallback(program, {})
+    assert found.why == "kernels were refused that crashed or hung; report this (fast: no answer in 4 s: killed)"

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 from fake_candidate import DEFAULT, Fake
+from races import steady
 
 from tilewright.compiler import chooser, compile
 from tilewright.deadline import OverrunError
@@ -56,7 +57,7 @@ def times(monkeypatch):
             asked.append((device, budget_s))
             for run in runs:
                 run()
-            return list(values)
+            return steady(values)
 
         monkeypatch.setattr(bench, "time_interleaved", timed)
         return asked
@@ -250,7 +251,9 @@ class Pace:
 
         def times(self_, keys, budget_s):
             self.rounds.append([attempts[k] for k in keys])
-            return [us(attempts[k]) * len(self.rounds) for k in keys]  # each round on a slower machine than the one before
+            return steady(
+                {k: us(attempts[k]) * len(self.rounds) for k in keys}
+            )  # each round on a slower machine than the one before
 
         monkeypatch.setattr(bench.Bench, "attempt", noted)
         monkeypatch.setattr(bench.Bench, "times", times)

@@ -16,6 +16,7 @@ from tilewright.schedule.expected import Expected, expect
 from tilewright.schedule.guard import guarded, intact, preparing
 from tilewright.schedule.measure import Cold, Fault, Pace, examine, time_interleaved
 from tilewright.schedule.problem import AnyProblem
+from tilewright.schedule.race import Race
 from tilewright.schedule.sample import random_sources
 
 T = TypeVar("T")
@@ -33,13 +34,11 @@ class Attempt:
         schedule: the point as it was built.
         fault: the reason that refused it; None if it may be timed.
         kernel: what was built, where that was done in this process.
-        contended: other programs had the processors for much of the time that it was given.
     """
 
     schedule: Schedule
     fault: Fault | None = None
     kernel: Kernel | None = None
-    contended: bool = False
 
     @property
     def why(self) -> str | None:
@@ -170,14 +169,15 @@ class Bench:
             self._runners[key] = runner
         return fault
 
-    def times(self, keys: Sequence[int], budget_s: float) -> list[float]:
-        """Medians in µs of points that passed, timed in turn."""
+    def times(self, keys: Sequence[int], budget_s: float) -> Race:
+        """The race of points that passed, by key."""
 
         def at(i: int) -> None:
             self._at(keys[i])
 
         runs = [lambda r=self._runners[k]: r(self._sources) for k in keys]
-        return time_interleaved(runs, self._target.device, budget_s=budget_s, at=at, before=self._before)
+        race = time_interleaved(runs, self._target.device, budget_s=budget_s, at=at, before=self._before)
+        return Race({k: race.laps[i] for i, k in enumerate(keys)}, race.noise)
 
     def close(self) -> None:
         """End the bench; nothing more may be asked of it."""

@@ -39,6 +39,7 @@ START_S = 60.0  # for the fork server to import torch, and to be used for the fi
 IDLE_S = 5.0  # after which the processes, 400 MB in size, end; the next search starts them again, in 2 seconds
 SLICE_S = 0.05
 HAD = 0.6  # of the time that a worker was given: less, and the machine is to blame for its silence
+PATIENCE = 2  # times the limit, for a worker that other programs keep from its processors
 SWITCH = "TILEWRIGHT_WORKER"  # 0: everything in the process that asks
 PR_SET_PDEATHSIG = 1
 PULSE, KEY = 0, 8  # places of two numbers in the memory that parent and worker share
@@ -228,11 +229,12 @@ class ForkServer:
                 had += min(passed, used - used_before) if used > used_before or state in RUNNING else passed
             if self.number(PULSE) != pulse:
                 waited, had, pulse = 0.0, 0.0, self.number(PULSE)
-            if limit_s is not None and waited > limit_s:
+            if limit_s is not None and (had > limit_s or waited > PATIENCE * limit_s):
                 self.end_worker()
                 contended = had < HAD * waited
                 busy = ", while other programs had the processors" if contended else ""
-                raise DiedError(f"no answer in {limit_s:.0f} s: killed{busy}", contended=contended)
+                given_s = waited if contended else limit_s
+                raise DiedError(f"no answer in {given_s:.0f} s: killed{busy}", contended=contended)
 
     def end_worker(self) -> int:
         """Kill the worker, if there is one; how it ended, as `os.waitpid` says."""

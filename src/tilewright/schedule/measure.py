@@ -1,19 +1,20 @@
 """Verify first, then time. Nothing that fails its check is ever timed.
 
-Random data, never zeros; sources in more than one layout, results in memory that held NaN; medians over interleaved rounds.
+Random data, never zeros; sources in more than one layout, results in memory that held NaN; times from rounds in which
+kernels take turns.
 """
 
 from __future__ import annotations
 
 import math
-import statistics
 import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
+from tilewright.hardware.load import Meter, Sample, Threads
 from tilewright.hardware.target import Target
 from tilewright.ir.literal import bits_of
 from tilewright.ir.ops.functions import BITS_TYPE, by_bits
@@ -22,6 +23,7 @@ from tilewright.schedule.capture import CudaGraphs
 from tilewright.schedule.expected import Expected, check
 from tilewright.schedule.guard import Watch, guarded, intact, otherwise_laid_out, poison, threads, with_wide_strides
 from tilewright.schedule.problem import AnyProblem, FusionProblem
+from tilewright.schedule.race import SPREAD, Laps, Race, spread
 from tilewright.schedule.record import Reason
 
 HOPELESS = 8
@@ -83,18 +85,22 @@ def examine(
     """
     device = str(sources[0].device) if sources else "cpu"
     outputs = [(t.shape, t.dtype.to_torch()) for t in problem.outputs]
-    watch = Watch()
+    watch, own = Watch(), Threads()
     pace, took_s = pace or Pace(), list[float]()
 
     def run(given: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         poison(outputs, device)
-        began = time.perf_counter()
-        with watch if watched else nullcontext():
-            results = runner(given)
-        synchronize(device)
-        took_s.append(time.perf_counter() - began)
+        results: list[Sequence[torch.Tensor]] = []
+
+        def call() -> None:
+            with watch if watched else nullcontext():
+                results.append(runner(given))
+            synchronize(device)
+
+        took = own.timed(call)
+        took_s.append(took.own_s)  # what others take of the cores is not held against it
         pulse()
-        return results
+        return results[0]
 
     def variant(f: Callable[[torch.Tensor], torch.Tensor | None]) -> list[torch.Tensor]:
         """The sources in other memory; weights stay what they are, since runners were prepared with them."""
@@ -210,9 +216,10 @@ def time_interleaved(
     max_rounds: int = 200,
     at: Callable[[int], None] = lambda i: None,
     before: Callable[[], None] | None = None,
-) -> list[float]:
-    """Median time of each run in µs, in rounds that take each in turn, within a budget for all together: by the clock on a CPU,
-    by a GPU's own events there (`busy_us`), with as many calls between two of them as `calls_per_sample` says.
+) -> Race:
+    """The race of some runs, by their place: rounds that take each in turn, within a budget for all together, and the load
+    meanwhile. Times are the clock's on a CPU; a GPU's own events there (`busy_us`), with as many calls between two of them as
+    `calls_per_sample` says.
 
     A run slower than the best by far stops taking part after the first round, so a hopeless candidate costs one call (or two,
     if short: one alone may have met an interruption). `at` is told which run comes next; `before` is called before each,
@@ -220,33 +227,46 @@ def time_interleaved(
     """
     ahead: list[float | None] = [None] * len(runs)
     calls = [1] * len(runs)
+    meter, own = Meter(device, torch.get_num_threads()), Threads()
 
-    def once(i: int) -> float:
+    def once(i: int) -> Sample:
         at(i)
         if device == "cpu":
             if before is not None:
                 before()
-            return _once(runs[i])
+            return own.timed(runs[i])
         us, host_us = busy_us(runs[i], device, calls=calls[i], ahead_us=ahead[i] or 0.0, before=before)
         ahead[i] = min(host_us, ahead[i] or host_us)
         if before is None:
             calls[i] = calls_per_sample(us)
-        return us / 1e6
+        return Sample(us / 1e6, us / 1e6, 0.0)
 
     first = [once(i) for i in range(len(runs))]
-    times: list[list[float]] = [[] for _ in runs]
-    best = min(first)
+    own.refresh()  # the first calls may have started some
+    best = min(s.own_s for s in first)
     for i in range(len(runs)):
-        if HOPELESS * best < first[i] < SHORT_S:
-            first[i] = min(first[i], once(i))
+        if HOPELESS * best < first[i].own_s < SHORT_S:
+            first[i] = min(first[i], once(i), key=lambda s: s.own_s)
+    racing = [i for i in range(len(runs)) if first[i].own_s <= HOPELESS * best]
+    laps: list[list[Sample]] = [[] for _ in runs]
     start = time.perf_counter()
     for done in range(max_rounds):
-        for i in range(len(runs)):
-            if first[i] <= HOPELESS * best:
-                times[i].append(once(i))
+        for i in (*racing[done % len(racing) :], *racing[: done % len(racing)]):
+            laps[i].append(once(i))
+        meter.look()
         if done + 1 >= min_rounds and time.perf_counter() - start > budget_s:
             break
-    return [1e6 * (statistics.median(t) if t else f) for t, f in zip(times, first, strict=True)]
+    noise = meter.load().noise
+    race = Race({i: Laps.of(taken or [first[i]]) for i, taken in enumerate(laps)}, noise)
+    return race if noise else replace(race, noise=scatter(race))
+
+
+def scatter(race: Race) -> str:
+    """The words on the fastest contender's times where they lie too far apart to be believed; "" where they do not."""
+    fastest = race.laps[min(race.laps, key=race.us)].wall_us
+    if spread(fastest) <= SPREAD:
+        return ""
+    return f"calls of one kernel took from {min(fastest):,.1f} to {max(fastest):,.1f} µs"
 
 
 def busy_us(
@@ -305,9 +325,3 @@ def repeated(run: Callable[[], object], calls: int, device: str) -> Callable[[],
         return CudaGraphs(device)(several)[1]
     except Exception:  # whatever an operation raises that waits for the host
         return None
-
-
-def _once(f: Callable[[], object]) -> float:
-    start = time.perf_counter()
-    f()
-    return time.perf_counter() - start

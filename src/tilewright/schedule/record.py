@@ -14,7 +14,7 @@ from tilewright.errors import InputError
 from tilewright.files import write_whole
 
 VERSION = 1  # of the JSON file
-Reason = Literal["refused", "unbuilt", "unchecked", "failed", "wrong", "lost", "slower", "tie", "untried"]
+Reason = Literal["refused", "unbuilt", "unchecked", "failed", "wrong", "lost", "starved", "slower", "tie", "untried"]
 """The kinds of reason for which a candidate, or a point of its space, is not chosen.
 
     refused: its plan refuses the problem, or could not be made.
@@ -23,6 +23,7 @@ Reason = Literal["refused", "unbuilt", "unchecked", "failed", "wrong", "lost", "
     failed: it raised, or it breaks a rule of kernels (it writes its sources, or gives other bits when it runs again).
     wrong: its results differ from the oracle's.
     lost: it crashed or hung; it is not tried again on this problem.
+    starved: it did not come back in its time, most of which other programs had; the next search tries it again.
     slower, tie: it was timed; a tie goes to the one that comes first.
     untried: it was not built, or not timed.
 """

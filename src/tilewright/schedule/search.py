@@ -32,6 +32,7 @@ from tilewright.schedule.cost import predict
 from tilewright.schedule.fork_server import UnavailableError
 from tilewright.schedule.measure import Fault
 from tilewright.schedule.problem import AnyProblem, FusionProblem
+from tilewright.schedule.race import Race
 from tilewright.schedule.record import Reason
 from tilewright.schedule.worker import HostedBench, hosted
 
@@ -86,6 +87,7 @@ class Decision:
         recalled: its times are those of an earlier search, read back, or its point is one that was imported; it was built and
             verified anew.
         checked_s: seconds that building and verifying the kernel took, the right results included.
+        provisional: why the times are not reliable, "" if they are: the problem is searched again when the machine is quiet.
     """
 
     problem: AnyProblem
@@ -96,6 +98,7 @@ class Decision:
     verified: bool
     recalled: bool = False
     checked_s: float = 0.0
+    provisional: str = ""
 
 
 class Interruption(KeyboardInterrupt):
@@ -214,6 +217,7 @@ class _Search:
         self._rejected: list[Rejected] = []
         self._trials: list[_Trial] = []
         self._keys = itertools.count()
+        self._race = Race({})
 
     def run(self, candidates: Sequence[Candidate], depth: int) -> Decision:
         spaces = self._spaces(candidates)
@@ -267,7 +271,8 @@ class _Search:
             if any(r.kind == "unchecked" for r in self._rejected):
                 return None
             raise self._nothing()
-        if self._budget_s > 0 and time.perf_counter() < self._until:
+        libraries = sum(t.space.candidate.preference in LIBRARIES for t in self._trials)
+        if self._budget_s > 0 and (time.perf_counter() < self._until or 0 < libraries < len(self._trials)):
             return self._timed()
         first, *others = self._trials
         for trial in others:
@@ -278,7 +283,7 @@ class _Search:
         """Let so many points of a space compete; in place of one that cannot be built the next one, a few times."""
         built = tried = 0
         while built < depth and tried < depth + UNBUILT:
-            if self._trials and self._late(len(self._trials) + 1):
+            if self._trials and self._late(len(self._trials) + 1) and not self._owed(space):
                 self._leave(space, "not tried: the time for choosing was over")
                 return
             count = len(self._rejected)
@@ -287,6 +292,12 @@ class _Search:
                     return
                 built -= self._rejected[-1].kind == "unbuilt"
             built, tried = built + 1, tried + 1
+
+    def _owed(self, space: _Space) -> bool:
+        """Tell whether a point is tried however late it is: the first one of the first library that passes its check."""
+        return space.candidate.preference in LIBRARIES and not any(
+            t.space.candidate.preference in LIBRARIES for t in self._trials
+        )
 
     def _late(self, racing: int) -> bool:
         """Tell whether one more point, and a race of so many, would end too late."""
@@ -330,9 +341,8 @@ class _Search:
         """The spaces for a search that times nothing: a library leads where a generated kernel is expected to take far longer,
         as one does that packs a right operand in each call for the sake of one row."""
         expected = [self._expected_us(s) for s in spaces]
-        libraries = [i for i, s in enumerate(spaces) if s.candidate.preference in LIBRARIES and expected[i] is not None]
-        best = min(libraries, key=lambda i: expected[i] or 0.0, default=None)
-        if best is None or expected[0] is None or expected[0] <= PREDICTED_SLOWDOWN * (TORCH_US + (expected[best] or 0.0)):
+        best = _led(spaces, expected)
+        if best is None:
             return spaces
         ahead, others = spaces[best], [s for i, s in enumerate(spaces) if i != best]
         why = f"not tried: {ahead.candidate.name} is expected to take {expected[best]:,.1f} µs, this {expected[0]:,.1f}"
@@ -353,6 +363,13 @@ class _Search:
         finally:
             space.points = itertools.chain(first, space.points)
 
+    def _predicted_us(self, space: _Space, schedule: Schedule) -> float | None:
+        """The time in µs that the cost model expects of a point; None where it says nothing."""
+        try:
+            return predict(space.candidate, self._problem, schedule, self._target)
+        except Exception:  # the candidate's own account
+            return None
+
     def _try_next(self, space: _Space) -> _Trial | None:
         """Build and verify the next point of a space; None if there is none, or it failed."""
         try:
@@ -369,7 +386,7 @@ class _Search:
         took_s = time.perf_counter() - began - (self._bench.expect_s - expected)  # the right results are computed once
         self._longest_s = max(self._longest_s, took_s)
         if attempt.fault is not None:
-            if attempt.fault.kind == "lost":
+            if attempt.fault.kind in ("lost", "starved"):
                 self._lose(space, attempt)
             else:
                 self._reject(space.candidate.name, attempt.fault, attempt.schedule)
@@ -382,7 +399,7 @@ class _Search:
 
     def _timed(self) -> _Trial:
         """The winner of all that passed, and of what the rest of the budget adds to them."""
-        self._time(self._trials, RACE * self._budget_s)
+        self._race = self._time(self._trials, RACE * self._budget_s)
         if not self._trials:
             raise self._nothing()
         winner = self._first_of_the_fastest()
@@ -394,29 +411,51 @@ class _Search:
             if trial is not winner:
                 ratio = trial.us / winner.us
                 slower = Fault("slower", f"slower: {trial.us:.1f} µs, {ratio:.2f} times the winner")
-                fault = slower if ratio > 1 else Fault("tie", "a tie; the earlier one is kept")
+                tie = "not told apart on a busy machine" if self._race.noise else "a tie"
+                fault = slower if ratio > 1 else Fault("tie", f"{tie}; the earlier one is kept")
                 self._reject(trial.space.candidate.name, fault, trial.attempt.schedule, trial.us)
         return winner
 
-    def _time(self, trials: Sequence[_Trial], budget_s: float) -> None:
-        """Give each its time; those that do not come back are out."""
+    def _time(self, trials: Sequence[_Trial], budget_s: float) -> Race:
+        """Race some, and give each its time; those that do not come back are out."""
         budget_s = max(0.0, min(budget_s, self._until - time.perf_counter()))
-        for trial, us in zip(list(trials), self._bench.times([t.key for t in trials], budget_s), strict=True):
-            trial.us = us
-            if us == math.inf:
+        race, out = self._bench.times([t.key for t in trials], budget_s), set[str]()
+        for trial in list(trials):
+            trial.us = race.us(trial.key)
+            if trial.us == math.inf:
                 self._trials.remove(trial)
-                if self._name(trial.space.candidate) in _refused:
+                name = trial.space.candidate.name
+                if name in out:
                     self._leave(trial.space, "another point of it did not come back", trial.attempt.schedule)
                 else:
                     self._lose(trial.space, self._bench.lost[trial.key])
+                out.add(name)
+        return Race({t.key: race.laps[t.key] for t in trials}, race.noise)
 
     def _first_of_the_fastest(self) -> _Trial:
-        best = min(t.us for t in self._trials)
-        space = next(t.space for t in self._trials if t.us <= best * (1 + TIE_BAND))
-        return next(t for t in self._trials if t.space is space and t.us <= best * (1 + POINT_BAND))
+        """The first that none beats: of the candidates in their order, then of that one's points."""
+        ordered = self._by_model() if self._race.noise else self._trials
+        space = next(t.space for t in ordered if not self._beaten(t, TIE_BAND))
+        return next(t for t in ordered if t.space is space and not self._beaten(t, POINT_BAND))
+
+    def _beaten(self, trial: _Trial, band: float) -> bool:
+        """Tell whether any other one is faster by more than a band, and was in most rounds."""
+        laps, others = self._race.laps, [t for t in self._trials if t is not trial]
+        if trial.key not in laps or any(t.key not in laps for t in others):  # they met in duels
+            return trial.us > (1 + band) * min((t.us for t in others), default=math.inf)
+        return any(self._race.beats(t.key, trial.key, band) for t in others)
+
+    def _by_model(self) -> list[_Trial]:
+        """The points that passed in the order of what the cost model expects, as far as it says something (`_led`)."""
+        expected = [self._predicted_us(t.space, t.attempt.schedule) for t in self._trials]
+        best = _led([t.space for t in self._trials], expected)
+        return self._trials if best is None else [self._trials[best], *(t for i, t in enumerate(self._trials) if i != best)]
 
     def _deepened(self, winner: _Trial) -> _Trial:
-        """The winner after one more point at a time met it, each time of the fastest candidate that has points left."""
+        """The winner after one more point at a time met it, each time of the fastest candidate that has points left; on a busy
+        machine the same as before, for the model's order of the points left is worth more than their times there."""
+        if self._race.noise:
+            return winner
         fruitless, best = 0, {id(t.space): t for t in sorted(self._trials, key=lambda t: -t.us)}
         promising = [t.space for t in sorted(best.values(), key=lambda t: t.us) if t.us <= PROMISING * winner.us]
         while promising and fruitless < PATIENCE and time.perf_counter() < self._ends and not self._late(2):
@@ -444,12 +483,12 @@ class _Search:
         before, challenger.us = winner.us, 0.0
         for _ in range(2):
             ours = challenger.us
-            self._time([winner, challenger], DUEL * self._budget_s)
+            duel = self._time([winner, challenger], DUEL * self._budget_s)
             ratio, winner.us = challenger.us / winner.us, before
             if winner not in self._trials or challenger not in self._trials:
                 return False
             challenger.us = max(ours, ratio * before)
-            if challenger.us * (1 + band) >= winner.us:
+            if not duel.beats(challenger.key, winner.key, band):
                 return False
         return True
 
@@ -457,9 +496,9 @@ class _Search:
         """A candidate is out for good: each further point could cost as much."""
         assert attempt.fault is not None
         space.points = iter(())
-        _refused[self._name(space.candidate)] = attempt.fault.why
         self._reject(space.candidate.name, attempt.fault, attempt.schedule)
-        if not attempt.contended:
+        if attempt.fault.kind == "lost":
+            _refused[self._name(space.candidate)] = attempt.fault.why
             self._lost(space.candidate.name, attempt.fault.why)
 
     def _name(self, candidate: Candidate) -> tuple[AnyProblem, str, str]:
@@ -476,7 +515,18 @@ class _Search:
         return self._decision(self._kernel(winner), us, winner.took_s + self._bench.expect_s)
 
     def _decision(self, kernel: Kernel, us: float | None = None, checked_s: float = 0.0) -> Decision:
-        return Decision(self._problem, kernel, us, tuple(self._rejected), us is not None, True, checked_s=checked_s)
+        provisional = self._race.noise if us is not None else ""
+        rejected = tuple(self._rejected)
+        return Decision(self._problem, kernel, us, rejected, us is not None, True, checked_s=checked_s, provisional=provisional)
+
+
+def _led(spaces: Sequence[_Space], expected: Sequence[float | None]) -> int | None:
+    """The place of the library that leads where the first one, a generated kernel, is expected to take far longer."""
+    libraries = [i for i, s in enumerate(spaces) if s.candidate.preference in LIBRARIES and expected[i] is not None]
+    best = min(libraries, key=lambda i: expected[i] or 0.0, default=None)
+    if best is None or expected[0] is None or expected[0] <= PREDICTED_SLOWDOWN * (TORCH_US + (expected[best] or 0.0)):
+        return None
+    return best
 
 
 def _failing(error: Exception) -> Iterator[Schedule]:

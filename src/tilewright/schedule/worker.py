@@ -43,6 +43,7 @@ from tilewright.schedule.fork_server import (
 from tilewright.schedule.guard import Watch
 from tilewright.schedule.measure import Fault
 from tilewright.schedule.problem import AnyProblem, FusionProblem
+from tilewright.schedule.race import Laps, Race
 
 LIMIT_S = 4.0  # without a sign of life, beside what the right results took
 GPU_LIMIT_S = 30.0  # where compiling a kernel, or the driver's first call, takes seconds
@@ -152,13 +153,13 @@ class HostedBench:
             return Fault("unchecked", f"{UNCHECKED}: {died}")
         return fault
 
-    def times(self, keys: Sequence[int], budget_s: float) -> list[float]:
-        """Medians in µs; infinity for one that did not come back, in place of which the others are timed again."""
+    def times(self, keys: Sequence[int], budget_s: float) -> Race:
+        """The race of points that passed, by key; one that did not come back has no laps, and the others race again."""
         alive = list(keys)
         while alive:
             try:
-                found = dict(zip(alive, self._ask(("times", alive, budget_s), self._limit_s), strict=True))
-                return [found.get(k, float("inf")) for k in keys]
+                race: Race = self._ask(("times", alive, budget_s), self._limit_s)
+                return Race({k: race.laps.get(k, Laps()) for k in keys}, race.noise)
             except DiedError as died:
                 at = self._fork_server.number(KEY)
                 culprit, _ = self._passed[at if at in alive else alive[0]]
@@ -166,7 +167,7 @@ class HostedBench:
                     self.lost[key] = _lost(self._passed[key][1], died)
                     alive.remove(key)
                     del self._passed[key]
-        return [float("inf")] * len(keys)
+        return Race(dict.fromkeys(keys, Laps()))
 
     def close(self) -> None:
         """Let the next bench have the worker."""
@@ -192,7 +193,8 @@ class HostedBench:
 
 
 def _lost(schedule: Schedule, died: DiedError) -> Attempt:
-    return Attempt(schedule, Fault("lost", str(died)), contended=died.contended)
+    """What became of a point whose worker is gone: one that other programs starved is not held to have crashed or hung."""
+    return Attempt(schedule, Fault("starved" if died.contended else "lost", str(died)))
 
 
 class _Weights:

@@ -198,7 +198,11 @@ def _last_resort(decision: Decision, last_resort: Collection[str], kind: str) ->
 
 
 def _wrong(decision: Decision) -> str | None:
-    """The sentence that kernels which could have been faster were refused for their results, or for not coming back; or
-    None."""
-    said = [f"{r}: {r.why}" for r in decision.rejected if r.kind in ("lost", "wrong")]
-    return f"kernels were refused that gave other results than the reference; report this ({'; '.join(said)})" if said else None
+    """The sentence that kernels which could have been faster were refused for their results, or for not coming back; or None.
+
+    One that other programs starved is no kernel to report.
+    """
+    said = {kind: [f"{r}: {r.why}" for r in decision.rejected if r.kind == kind] for kind in ("wrong", "lost")}
+    words = {"wrong": "gave other results than the reference", "lost": "crashed or hung"}
+    found = [f"kernels were refused that {words[kind]}; report this ({'; '.join(why)})" for kind, why in said.items() if why]
+    return "; ".join(found) or None

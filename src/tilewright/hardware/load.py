@@ -1,0 +1,261 @@
+"""The load of the machine: what other processes take of the cores, or of the GPU, on which this one measures.
+
+Linux says all of it (proc(5)); NVML says what other processes do with a GPU, where its Python module is installed. What a
+system does not say counts as quiet.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+PROC = Path("/proc")
+TICK_S = 0.01  # of the counters in /proc/stat
+CROWDED = 0.25  # cores' worth of other processes beyond those that are left free
+WAITING, STOLEN = 0.05, 0.05  # shares of time
+SLOWED = 1.3  # a fixed piece of work takes this many times as long as it did at best
+GPU_OTHERS = 5  # percent of a GPU's time
+SPINS = 2000
+LOOK_S = 0.002  # between two looks
+MOST_THREADS = 64
+
+_fastest_spin_s = float("inf")
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One call of something in this process.
+
+    Attributes:
+        wall_s: its time by the clock.
+        own_s: its time but for what threads waited for a core; at least the CPU time of the thread that worked longest, at most
+            `wall_s`.
+        waited_s: time that threads were ready to run and waited for a core, all together.
+    """
+
+    wall_s: float
+    own_s: float
+    waited_s: float
+
+
+class Threads:
+    """The threads of this process, and the counters that the system keeps for each."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, int] = {}
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Find threads that came since."""
+        with contextlib.suppress(OSError):
+            for folder in (PROC / "self" / "task").iterdir():
+                if int(folder.name) not in self._known and len(self._known) < MOST_THREADS:
+                    self._known[int(folder.name)] = os.open(folder / "schedstat", os.O_RDONLY)
+
+    def __del__(self) -> None:
+        for fd in self._known.values():
+            os.close(fd)
+
+    def waited_s(self) -> float:
+        """Seconds that all threads have waited for a core since they began (schedstat's second number)."""
+        total = 0
+        for tid, fd in list(self._known.items()):
+            try:
+                total += int(os.pread(fd, 96, 0).split()[1])
+            except (OSError, IndexError, ValueError):  # it ended
+                os.close(self._known.pop(tid))
+        return total / 1e9
+
+    def busy_s(self) -> dict[int, float]:
+        """CPU time by thread."""
+        found: dict[int, float] = {}
+        for tid in self._known:
+            with contextlib.suppress(OSError):
+                found[tid] = time.clock_gettime_ns(~tid << 3 | 6) / 1e9  # Linux, include/linux/posix-timers_types.h
+        return found
+
+    def timed(self, run: Callable[[], object]) -> Sample:
+        """One call."""
+        waited, busy = self.waited_s(), self.busy_s()
+        start = time.perf_counter()
+        run()
+        wall = time.perf_counter() - start
+        after = self.busy_s()
+        worked = max((after[t] - busy[t] for t in after if t in busy), default=wall)
+        waited = max(0.0, self.waited_s() - waited)
+        return Sample(wall, min(wall, max(worked, wall - waited)), waited)
+
+
+@dataclass(frozen=True)
+class Load:
+    """The load over a span of time.
+
+    Attributes:
+        cores: cores that this process may use.
+        threads: those that it means to use.
+        runnable: tasks of the whole machine that ran or waited for a core, on average; 0 where unknown.
+        of_cores: cores of the whole machine.
+        others: cores' worth of time that other processes had of those that this one may use.
+        waiting: share of the time in which threads of this process were ready to run and had no core.
+        stolen: share of the cores' time that the hypervisor gave to other machines.
+        slowed: median time of a fixed piece of work over its least; more than 1 where the clock fell or a core is shared.
+        gpu: sentence on other processes that use the GPU, or on its clock; "" if there are none.
+    """
+
+    cores: int = 1
+    threads: int = 1
+    runnable: float = 0.0
+    of_cores: int = 1
+    others: float = 0.0
+    waiting: float = 0.0
+    stolen: float = 0.0
+    slowed: float = 1.0
+    gpu: str = ""
+
+    @property
+    def noise(self) -> str:
+        """The words why times taken meanwhile are not reliable; "" if they are."""
+        said: list[str] = []
+        if self.runnable > self.of_cores + 0.5:
+            cores = "core" if self.of_cores == 1 else "cores"
+            said.append(f"{self.runnable:.0f} runnable tasks on {self.of_cores} {cores}")
+        if self.others > self.cores - min(self.threads, self.cores) + CROWDED:
+            said.append(f"other processes had {self.others:.1f} of {self.cores} cores")
+        if self.waiting > WAITING:
+            said.append(f"this one waited for a core {self.waiting:.0%} of the time")
+        if self.stolen > STOLEN:
+            said.append(f"the hypervisor took {self.stolen:.0%} of the cores' time")
+        if self.slowed > SLOWED:
+            said.append(f"the cores ran at {1 / self.slowed:.0%} of their speed")
+        return ", ".join([*said, *([self.gpu] if self.gpu else [])])
+
+
+class Meter:
+    """Watches the load from when it is made; `look` now and then, and ask for `load` in the end."""
+
+    def __init__(self, device: str, threads: int) -> None:
+        self._device, self._count = device, threads
+        self._threads = Threads()
+        self._runnable, self._spins = list[int](), list[float]()
+        self._looked = 0.0
+        self._began = self._counters()
+        self.look()
+
+    def look(self) -> None:
+        """Count what is runnable, and do a fixed piece of work; nothing if that was done a moment ago."""
+        now = time.perf_counter()
+        if now - self._looked < LOOK_S and self._runnable:
+            return
+        self._looked = now
+        self._runnable.append(runnable())
+        self._spins.append(spin_s())
+
+    def load(self) -> Load:
+        """The load until now."""
+        if self._device != "cpu":  # whose own events say how long it worked, whatever its host does
+            return Load(gpu=gpu_noise(self._device))
+        self.look()
+        self._threads.refresh()
+        (at, busy, stolen, own, waited), began = self._counters(), self._began
+        elapsed, cores = max(at - began[0], 1e-6), len(usable_cores())
+        own_s, waited_s = own - began[3], max(0.0, waited - began[4])
+        others_s = busy - began[1] - own_s - TICK_S * cores  # a tick of each core may be charged to the wrong side
+        ready_s = max(own_s + waited_s, elapsed / 4)
+        return Load(
+            cores=cores,
+            threads=self._count,
+            runnable=statistics.fmean(self._runnable),
+            of_cores=os.cpu_count() or 1,
+            others=max(0.0, others_s / elapsed),
+            waiting=min(1.0, waited_s / ready_s),
+            stolen=max(0.0, (stolen - began[2] - TICK_S * cores) / (elapsed * cores)),
+            slowed=statistics.median(self._spins) / _fastest_spin_s,
+        )
+
+    def _counters(self) -> tuple[float, float, float, float, float]:
+        busy, stolen = cores_busy_s()
+        return time.perf_counter(), busy, stolen, time.process_time(), self._threads.waited_s()
+
+
+def load_now(device: str, threads: int, seconds: float = 0.06) -> Load:
+    """The load at present, from a short look during which this thread sleeps most of the time."""
+    meter, ends = Meter(device, threads), time.perf_counter() + seconds
+    while time.perf_counter() < ends:
+        time.sleep(seconds / 12)
+        meter.look()
+    return meter.load()
+
+
+def usable_cores() -> set[int]:
+    """The cores that this process may use, by number."""
+    if hasattr(os, "sched_getaffinity"):
+        return os.sched_getaffinity(0)
+    return set(range(os.cpu_count() or 1))
+
+
+def runnable() -> int:
+    """Tasks of the whole machine that run or wait for a core, this thread among them; 0 where unknown."""
+    try:
+        return int((PROC / "loadavg").read_text().split()[3].partition("/")[0])
+    except (OSError, IndexError, ValueError):
+        return 0
+
+
+def cores_busy_s() -> tuple[float, float]:
+    """Seconds since the start of the machine that the cores which this process may use were busy, and that were stolen from
+    them; zeros where unknown."""
+    mine, busy, stolen = {f"cpu{i}" for i in usable_cores()}, 0, 0
+    with contextlib.suppress(OSError, IndexError, ValueError):
+        for line in (PROC / "stat").read_text().splitlines():
+            name, *fields = line.split()
+            if name in mine:
+                user, nice, system, _idle, _wait, irq, softirq, steal = map(int, fields[:8])
+                busy += user + nice + system + irq + softirq + steal
+                stolen += steal
+    return busy * TICK_S, stolen * TICK_S
+
+
+def spin_s() -> float:
+    """CPU time of a fixed piece of work."""
+    global _fastest_spin_s
+    start = time.thread_time()
+    for _ in range(SPINS):
+        pass
+    took = time.thread_time() - start
+    _fastest_spin_s = min(_fastest_spin_s, took)
+    return took
+
+
+def gpu_noise(device: str) -> str:
+    """The words on other processes that keep a GPU busy, or on a clock that heat or power brake; "" if neither is so, or not
+    known."""
+    try:
+        nvml: Any = importlib.import_module("pynvml")
+        nvml.nvmlInit()
+        handle = nvml.nvmlDeviceGetHandleByIndex(_physical(device))
+        own = os.getpid()
+        since = int((time.time() - 1.0) * 1e6)
+        used = nvml.nvmlDeviceGetProcessUtilization(handle, since)
+        family = {own, os.getppid()}
+        others = {p.pid: p.smUtil for p in used if p.smUtil >= GPU_OTHERS and p.pid not in family}
+        braked = nvml.nvmlDeviceGetCurrentClocksThrottleReasons(handle) & nvml.nvmlClocksThrottleReasonHwSlowdown
+    except Exception:  # no such module, driver, permission or sample
+        return ""
+    if others:
+        count = "another process" if len(others) == 1 else f"{len(others)} other processes"
+        return f"{count} used {min(100, sum(others.values()))} % of the GPU"
+    return "the GPU's clock is braked by heat or power" if braked else ""
+
+
+def _physical(device: str) -> int:
+    """The number by which NVML knows a device."""
+    index = int(device.partition(":")[2] or 0)
+    shown = [s.strip() for s in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if s.strip()]
+    return int(shown[index]) if shown else index
