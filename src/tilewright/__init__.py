@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from tilewright.linear.replace import quantize_
     from tilewright.m_dispatch import AnyRows, compile_rows
     from tilewright.product import matmul
+    from tilewright.program import Program
     from tilewright.rules.calibrate import scheme
     from tilewright.runtime.checkpoint import read_checkpoint, weights_of
     from tilewright.runtime.executable import Executable
@@ -22,6 +23,7 @@ __all__ = [
     "AnyRows",
     "Executable",
     "Linear",
+    "Program",
     "Quantization",
     "QuantizedWeight",
     "TilewrightError",
@@ -45,6 +47,7 @@ _HOME = {
     "matmul": "tilewright.product",
     "compile_rows": "tilewright.m_dispatch",
     "AnyRows": "tilewright.m_dispatch",
+    "Program": "tilewright.program",
     "Executable": "tilewright.runtime.executable",
     "Linear": "tilewright.linear.module",
     "TilewrightError": "tilewright.errors",
@@ -63,3 +66,8 @@ def __getattr__(name: str) -> object:
     import importlib
 
     return getattr(importlib.import_module(_HOME[name]), name)
+
+
+def __dir__() -> list[str]:
+    """The public names, imported or not."""
+    return sorted(__all__)

@@ -22,11 +22,12 @@ from tilewright.ir.ops import Call, Const
 from tilewright.ir.pattern import Pass, Rule, Trace, discover, over, rewrite
 from tilewright.ir.types import TensorType
 from tilewright.ir.verify import verify
+from tilewright.program import Program
 from tilewright.rules.calibrate import Scheme, calibrate
 from tilewright.rules.calibrate import quantize as quantize_graph
 from tilewright.rules.half import half as narrow
 from tilewright.rules.half import in_half, recognised
-from tilewright.runtime.executable import Executable, graphs_of, prepare
+from tilewright.runtime.executable import graphs_of, prepare
 from tilewright.runtime.partition import decided, parts_for, problem_of_part
 from tilewright.schedule.budget import SharedBudget
 from tilewright.schedule.measure import last_cache_bytes
@@ -119,7 +120,7 @@ def compile(
     follow_links: bool = False,
     progress: Progress | None = None,
     visit: Callable[[str, Graph], None] | None = None,
-) -> Executable:
+) -> Program:
     """Compile a program for a device.
 
     Args:
@@ -132,7 +133,7 @@ def compile(
         fixed: value of an input of one element of an ONNX model by name; it is no input any more.
         budget_s: seconds that measuring kernels may take in all; 0 takes what was measured before, or the first verified choice
             of a heuristic.
-        quantize: quantise a float model on the way; `Executable.layers` then says what each product lost.
+        quantize: quantise a float model on the way; `Program.layers` then says what each product lost.
         half: "f16" or "bf16": products, attention and norms of an f32 model read and write that type; those that were quantised
             read their codes and write it. Inputs and results of the program keep their types.
         excess_precision: keep values that a kernel holds in f32 unrounded where the program rounds them to 16 bits and widens
@@ -150,7 +151,7 @@ def compile(
         visit: called with "source" and the graph as read (and quantised), then with each stage's name and the graph after it.
 
     Returns:
-        Executable: call it with arrays.
+        Program: call it with arrays.
 
     Raises:
         InputError: the program cannot be read, the device is not there, weights lie on several, `half` is no float of 16 bits,
@@ -195,14 +196,14 @@ def compile(
     database = TuningDatabase(target, user_cache(), excess_precision=excess_precision) if cache is True else cache or None
     with deadline.allowing(allowed_s):
 
-        def prepared(source: Graph, graph: Graph, trace: Trace, within: float, progress: Progress | None) -> Executable:
+        def prepared(source: Graph, graph: Graph, trace: Trace, within: float, progress: Progress | None) -> Program:
             """A program that measures for so many seconds; each loop in it, its regions together, as long as what is around."""
             inside = [len(graphs_of(n.op)) for n in graph.nodes() if isinstance(n.op, Call)] if target.kind == "cpu" else []
             loops, count = len([r for r in inside if r]), sum(inside)
             around_s = within / (1 + loops)
             decide = chooser(graph, target, around_s, progress, database, ends)
 
-            def inner(region: Graph) -> Executable:
+            def inner(region: Graph) -> Program:
                 found = Trace()
                 made = optimise(region, found, excess_precision=excess_precision, within_s=allowed_s)
                 try:
@@ -210,7 +211,7 @@ def compile(
                 finally:
                     decide.resume()
 
-            return prepare(source, graph, target, trace, decide, inner)
+            return prepare(source, graph, target, trace, decide, inner, made=Program)
 
         executable = prepared(source, graph, trace, budget_s, progress)
     executable.layers = tuple(layers)
@@ -220,7 +221,7 @@ def compile(
 
 
 def _uncompiled(
-    module: torch.nn.Module, example_inputs: object, made: Executable
+    module: torch.nn.Module, example_inputs: object, made: Program
 ) -> Callable[[Sequence[torch.Tensor]], list[torch.Tensor]] | None:
     """Runner of a module itself, for inputs that lead another way than the traced one; None if no step compares ways, or if the
     program keeps copies of the module's buffers, which would no longer agree."""

@@ -9,12 +9,13 @@ from functools import lru_cache
 import torch
 
 from tilewright.compiler import home, optimise
-from tilewright.errors import InputError, UnsupportedError, check_type
+from tilewright.errors import InputError, UnsupportedError, check_type, counted
 from tilewright.hardware.detect import detect
 from tilewright.hardware.target import Target
 from tilewright.ir.graph import Graph, label_of
 from tilewright.ir.pattern import Trace
-from tilewright.runtime.executable import Executable, prepare
+from tilewright.program import Program
+from tilewright.runtime.executable import prepare
 from tilewright.schedule.buckets import Buckets, PackingVariants, bucketed
 from tilewright.schedule.candidate import LAST_RESORT, discover, plan_for
 from tilewright.schedule.problem import AnyProblem, Problem
@@ -34,7 +35,7 @@ _deciding = threading.RLock()
 
 
 class AnyRows:
-    """A program with one product, for any number of rows in a range: call it as one calls an `Executable`.
+    """A program with one product, for any number of rows in a range: call it as one calls a `Program`.
 
     The first call with a number of rows builds and checks its kernel, by the table (about 50 ms on a CPU, less where its object
     code is in the cache); the next ones look it up. The packed weight is one for all of them. Programs that differ in their
@@ -49,11 +50,19 @@ class AnyRows:
         self.table, self.target = table, target
         first, last = (1, MOST_ROWS) if table is None else (table.buckets[0].first, table.buckets[-1].last)
         self._graph_at = graph_at
-        self._kept: dict[int, Executable] = {}  # the last used at the end
+        self._kept: dict[int, Program] = {}  # the last used at the end
         self._lock = threading.Lock()
         self._names, self._place = _varying_axis(graph_at(first), graph_at(last))
 
-    def at(self, rows: int) -> Executable:
+    def __repr__(self) -> str:
+        """One line: for how many rows, where, and how many ranges have a kernel of their own."""
+        span = "any number of rows, nothing measured"
+        if self.table is not None:
+            first, last = self.table.buckets[0].first, self.table.buckets[-1].last
+            span = f"{first:,} to {last:,} rows in {counted(len(self.table.buckets), 'range')}"
+        return f"<tilewright program for {span} on {self.target.device}>"
+
+    def at(self, rows: int) -> Program:
         """The program for a number of rows.
 
         Raises:
@@ -143,11 +152,9 @@ def compile_rows(
     return AnyRows(graph_at, table, target)
 
 
-def _prepared(
-    source: Graph, target: Target, decide: Callable[[AnyProblem, Mapping[int, torch.Tensor]], Decision]
-) -> Executable:
+def _prepared(source: Graph, target: Target, decide: Callable[[AnyProblem, Mapping[int, torch.Tensor]], Decision]) -> Program:
     trace = Trace()
-    return prepare(source, optimise(source, trace), target, trace, decide)
+    return prepare(source, optimise(source, trace), target, trace, decide, made=Program)
 
 
 def _posed(source: Graph, target: Target) -> tuple[Problem, Mapping[int, torch.Tensor]]:

@@ -17,8 +17,8 @@ from tilewright.ir.fused import Apply, Result, Side, fused_gemm
 from tilewright.ir.graph import Graph, Node
 from tilewright.ir.ops import FUNCTIONS, Overflow
 from tilewright.ir.types import Shape, TensorType
+from tilewright.program import Program
 from tilewright.runtime.arrays import Array, dtype_of, from_dlpack, is_numpy
-from tilewright.runtime.executable import Executable
 
 DEFAULT_BUDGET_S = 0.2
 _OF_THE_RESULT = ("scale", "bias", "residual", "out_scale", "out_zero_point")  # what broadcasts to it
@@ -139,7 +139,7 @@ def _compiled(
     request: tuple[bool, bool, str | None, str | None, Overflow, int | None, str | None],
     device: str | torch.device,
     budget_s: float,
-) -> Executable:
+) -> Program:
     transpose_a, transpose_b, acc_dtype, out_dtype, overflow, group_size, activation = request
     inputs = {name: input_(name, t.dtype, t.shape) for name, t in types}
     node, dropped = _as_matrices(inputs)

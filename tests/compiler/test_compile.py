@@ -142,7 +142,7 @@ def test_wrong_programs_and_arguments_are_typed_errors(tmp_path):
 
 def test_the_public_names_are_imported_when_used():
     assert tilewright.compile is compile
-    assert set(tilewright.__all__) >= {"compile", "matmul", "load", "Executable"}
+    assert set(tilewright.__all__) >= {"compile", "matmul", "load", "Executable"} and dir(tilewright) == tilewright.__all__
     with pytest.raises(AttributeError, match="has no attribute 'swish'"):
         _ = tilewright.swish
 

@@ -26,6 +26,7 @@ FLOORS = (
     {"candidates"},
     {"runtime"},
     {"report"},
+    {"program"},
     {"compiler"},
     {"product", "m_dispatch"},
     {"linear"},

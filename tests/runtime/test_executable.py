@@ -81,7 +81,8 @@ def test_tensors_that_are_what_a_program_wants_are_not_looked_at_twice(monkeypat
     assert not looked_at
     others = [x.clone().requires_grad_(), torch.imag(torch.complex(y, y).conj()), x.numpy(), torch.nn.Parameter(x), Lent(x)]
     for other in others:
-        ADD(other, y)
+        with torch.no_grad():
+            ADD(other, y)
     assert [id(v) for v in looked_at] == [id(o) for o in others]
     for wrong in (x.double(), x[:3], x.to("meta"), x.to_sparse()):
         with pytest.raises(InputError):
@@ -91,11 +92,25 @@ def test_tensors_that_are_what_a_program_wants_are_not_looked_at_twice(monkeypat
 @pytest.mark.parametrize("records", [True, False])
 def test_gradients_are_recorded_afterwards_as_before(records):
     with torch.set_grad_enabled(records):
-        assert not ADD(torch.randn(4, 4, requires_grad=True), torch.randn(4, 4)).requires_grad
+        assert not ADD(torch.randn(4, 4), torch.randn(4, 4)).requires_grad
         assert torch.is_grad_enabled() is records
         with pytest.raises(ZeroDivisionError):
             ADD.run([torch.randn(4, 4), torch.randn(4, 4)], lambda step, values: 1 / 0)
         assert torch.is_grad_enabled() is records
+
+
+@pytest.mark.parametrize("kind", [torch.Tensor, torch.nn.Parameter])
+def test_a_gradient_is_not_lost_silently(kind):
+    x = kind(torch.randn(4, 4)).requires_grad_()
+    y = torch.randn(4, 4)
+    said = r"requires a gradient given, and compiled programs compute none \(input 'x'\)\n  try: call under torch.no_grad\(\)"
+    for call in (lambda: ADD(x, y), lambda: ADD(y=y, x=x), lambda: ADD(x * 2, y)):
+        with pytest.raises(InputError, match=said):
+            call()
+    for context in (torch.no_grad, torch.inference_mode):
+        with context():
+            torch.testing.assert_close(ADD(x, y), x.detach() @ y + x.detach())
+    torch.testing.assert_close(ADD(x.detach(), y), x.detach() @ y + x.detach())
 
 
 class Lent:
@@ -135,7 +150,7 @@ def test_arrays_of_any_layout():
     np.testing.assert_allclose(ADD(backwards, y), backwards @ y + backwards, rtol=1e-5, atol=1e-6)
     t = torch.from_numpy(x)
     np.testing.assert_allclose(ADD(t.T.contiguous().T, torch.from_numpy(y)), wanted, rtol=1e-5)
-    np.testing.assert_allclose(ADD(t.clone().requires_grad_(), torch.from_numpy(y)), wanted, rtol=1e-5)
+    np.testing.assert_allclose(ADD(t.clone().requires_grad_().detach(), torch.from_numpy(y)), wanted, rtol=1e-5)
 
 
 class Subclass(np.ndarray):
@@ -321,7 +336,7 @@ def test_weights_stay_where_they_are_and_carry_no_gradient():
     a = input_("a", F32, (4, 32))
     node = gemm(a, Node(Const(Literal(TensorType(F32, (32, 32)), lambda: parameter, "w"))))
     executable = program(node, map_("add", node, node), inputs=(a,))
-    result, double = executable(torch.randn(4, 32, requires_grad=True))
+    result, double = executable(torch.randn(4, 32))
     assert not result.requires_grad and not double.requires_grad and result.grad_fn is None
     x = torch.randn(4, 32)
     held = [v for v in executable._start if isinstance(v, torch.Tensor)]

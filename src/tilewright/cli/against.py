@@ -80,7 +80,7 @@ def torch_peer(case: Case) -> Callable[[], object]:
     from tilewright.hardware.detect import detect
     from tilewright.ir.pattern import Rule, Trace, discover, rewrite
     from tilewright.report.measure.perf import bind
-    from tilewright.runtime.executable import prepare
+    from tilewright.runtime.executable import Executable, prepare
     from tilewright.schedule.candidate import LIBRARIES
     from tilewright.schedule.candidate import discover as candidates
     from tilewright.schedule.search import search
@@ -99,7 +99,7 @@ def torch_peer(case: Case) -> Callable[[], object]:
             known[problem] = search(problem, target, budget_s=0.2, candidates=libraries, weights=weights)
         return known[problem]
 
-    program = prepare(source, graph, target, trace, decide)
+    program = prepare(source, graph, target, trace, decide, made=Executable)
     inputs = bind(program, feeds)
     return _waited(lambda: program.run(inputs), case.device)
 

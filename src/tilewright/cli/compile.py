@@ -240,16 +240,10 @@ def both(first: Callable[..., None], second: Callable[..., None] | None) -> Call
 def measured_ceilings(program: Executable, times_us: Sequence[float | None] | None = None) -> Target:
     """The program's target with its measured rates. Those that a product was seen to exceed, in the times given for each step
     or else in those that decided, are measured again, which is said."""
-    from tilewright.hardware.ceilings import corrected, with_ceilings
-    from tilewright.report.measure.work import rates_seen
+    from tilewright.report.measure import work
 
-    with (
-        progress("measuring the machine") if times_us is None else nullcontext()
-    ):  # then steps are timed, under a bar of its own
-        target = with_ceilings(program.target)
-        if times_us is None:
-            times_us = [None if s.decision is None else s.decision.time_us for s in program.steps]
-        target, said = corrected(target, rates_seen(program.steps, times_us, target))
+    with progress("measuring the machine") if times_us is None else nullcontext():  # steps are timed under a bar of their own
+        target, said = work.measured_ceilings(program, times_us)
     for sentence in said:
         click.echo(f"note: {visible(sentence)}", err=True)
     return target

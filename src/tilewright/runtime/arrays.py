@@ -93,12 +93,15 @@ def from_user(value: object, type: TensorType, name: str, device: str) -> torch.
     """A user's array as a tensor of the declared type on `device`; never cast, so that nothing changes silently.
 
     Raises:
-        InputError: not an array, or of another shape or type; elements of it are masked.
+        InputError: not an array, or of another shape or type; elements of it are masked; a gradient is wanted.
     """
     where = f"input {name!r}"
     if type.dtype.kind == "opaque":
         raise no_numbers(name)
     if isinstance(value, torch.Tensor):
+        if value.requires_grad and torch.is_grad_enabled():
+            what = "a tensor that requires a gradient given, and compiled programs compute none"
+            raise InputError(what, where=where, hint="call under torch.no_grad(), or pass x.detach()")
         tensor = value.detach().resolve_neg()  # a lazy minus sign is not in its memory, which kernels read
     elif is_numpy(value):
         if np.ma.is_masked(value):

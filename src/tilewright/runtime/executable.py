@@ -6,11 +6,11 @@ import copy
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, TypeVar, cast
 
 import torch
 
-from tilewright.errors import AnotherWayError, InputError, TypeMismatchError, counted
+from tilewright.errors import AnotherWayError, InputError, TypeMismatchError, counted, visible
 from tilewright.hardware.target import Target
 from tilewright.ir.anchor import ANCHORS
 from tilewright.ir.evaluate import evaluate_nodes, evaluator
@@ -36,12 +36,15 @@ if TYPE_CHECKING:
 ALIGNED = 16  # bytes, as generated kernels take memory
 _COMPARED = "tilewright.as_traced.default"  # the call that ends another way than the traced one (frontends/torch/taken.py)
 
+SHOWN = 160  # characters of the inputs, and as many of the results, that a program's own line shows
+
+E = TypeVar("E", bound="Executable")
 Decide = Callable[[AnyProblem, Mapping[int, torch.Tensor]], Decision]
 Inner = Callable[[Graph], "Executable"]
 """Compiles the graph of a region for the device of the program around it."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Step:
     """One part of the plan and what runs it.
 
@@ -60,6 +63,12 @@ class Step:
     decision: Decision | None
     releasable: frozenset[Node] = frozenset()
     within: tuple[Executable, ...] = ()
+
+    def __repr__(self) -> str:
+        """One line: its name, what it computes, and what does that."""
+        by = "the source's own library" if self.decision is None else self.decision.kernel.candidate
+        what = self.part.kind if self.decision is None else str(self.decision.problem)
+        return f"<step {listed([self.name])!r}: {listed([what])} by {by}>"
 
 
 @dataclass(repr=False)
@@ -94,10 +103,10 @@ class Executable:
     uncompiled: Callable[[Sequence[torch.Tensor]], list[torch.Tensor]] | None = None
 
     def __repr__(self) -> str:
-        """One line: how many steps, where, from which inputs to which results."""
-        count = f"{len(self.steps)} step{'s' * (len(self.steps) != 1)}"
-        inputs = ", ".join(f"{name}: {t}" for name, t in self.input_types.items())
-        results = ", ".join(str(o.tensor) for o in self.graph.outputs)
+        """One line of less than 500 characters: how many steps, where, from which inputs to which results."""
+        inputs = listed([f"{name}: {t}" for name, t in self.input_types.items()])
+        results = listed([str(o.type) for o in self.graph.outputs[: len(self.graph.outputs) - len(self.graph.state)]])
+        count = counted(len(self.steps), "step")
         return f"<tilewright program of {count} on {self.target.device}: ({inputs}) -> {results}>"
 
     def __post_init__(self) -> None:
@@ -318,11 +327,23 @@ class Executable:
         return dropped
 
 
+def listed(items: Sequence[str]) -> str:
+    """Items by commas, in `SHOWN` characters or a few more: how many are left out, and "…" where one is cut."""
+    shown, length = list[str](), 0
+    for item in items:
+        length += len(item) + 2
+        if shown and length > SHOWN:
+            shown.append(f"… {len(items) - len(shown):,} more")
+            break
+        shown.append(visible(item if len(item) <= SHOWN else f"{item[: SHOWN - 1]}…"))
+    return ", ".join(shown)
+
+
 def prepare(
-    source: Graph, graph: Graph, target: Target, trace: Trace, decide: Decide, inner: Inner | None = None
-) -> Executable:
+    source: Graph, graph: Graph, target: Target, trace: Trace, decide: Decide, inner: Inner | None = None, *, made: type[E]
+) -> E:
     """Cut the graph into steps, evaluate what depends on constants alone, and choose a kernel for each gemm. `inner` compiles
-    the regions of loops and conditionals; without it the oracle runs them."""
+    the regions of loops and conditionals; without it the oracle runs them. `made` is the kind of executable that is wanted."""
     parts = parts_for(graph, target)
     ready: dict[Node, Value] = {}
     for node in graph.nodes():
@@ -346,7 +367,7 @@ def prepare(
             write = part.kind == "write"
             steps.append(Step(name, part, written(part, name), None) if write else _call_step(graph, part, target, inner))
     used = {n for step in steps for n in step.part.inputs} | set(graph.outputs) | set(graph.inputs)
-    return Executable(source, graph, target, tuple(steps), trace, {n: v for n, v in ready.items() if n in used})
+    return made(source, graph, target, tuple(steps), trace, {n: v for n, v in ready.items() if n in used})
 
 
 def _evaluate_once(part: Part, ready: Mapping[Node, Value], target: Target) -> list[Value]:

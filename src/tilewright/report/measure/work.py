@@ -8,12 +8,13 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from tilewright.dtype import F32, DType
+from tilewright.hardware.ceilings import corrected, with_ceilings
 from tilewright.hardware.target import Target
 from tilewright.ir.graph import Node
 from tilewright.ir.ops import ALIASES, Call, Gather, Write
 from tilewright.ir.shown import show_fusion
 from tilewright.report.program import tensor_types
-from tilewright.runtime.executable import Step
+from tilewright.runtime.executable import Executable, Step
 from tilewright.runtime.partition import Part
 from tilewright.schedule.problem import FusionProblem, Problem
 
@@ -68,6 +69,20 @@ def rates_seen(steps: Sequence[Step], times_us: Sequence[float | None], target: 
         if unit is not None:
             found[unit] = max(found.get(unit, 0.0), work.ops / us / 1e3)
     return found
+
+
+def measured_ceilings(program: Executable, times_us: Sequence[float | None] | None = None) -> tuple[Target, list[str]]:
+    """The program's target with its measured rates, and a sentence on each rate that a product was seen to exceed: it is
+    measured again.
+
+    Args:
+        program: compiled.
+        times_us: times of its steps; those that decided by default.
+    """
+    target = with_ceilings(program.target)
+    if times_us is None:
+        times_us = [None if s.decision is None else s.decision.time_us for s in program.steps]
+    return corrected(target, rates_seen(program.steps, times_us, target))
 
 
 def _size(node: Node) -> int:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import math
 import os
 import shutil
 import sys
 import time
 from collections.abc import Callable, Generator, Iterable
-from typing import Any
+from typing import Any, TextIO
 
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.progress import BarColumn, Progress, ProgressColumn, SpinnerColumn, Task, TextColumn, TimeElapsedColumn
@@ -50,13 +51,22 @@ def _seen(text: Text) -> Text:
     return shown
 
 
-def console() -> Console:
-    """The console on standard output."""
+def console(file: TextIO | None = None) -> Console:
+    """The console on standard output; on a file of the same width if one is given."""
     fixed = PIPE_WIDTH if not sys.stdout.isatty() and "COLUMNS" not in os.environ else None
-    out = _Console(width=fixed, markup=False, highlight=False, emoji=False)
+    if file is not None and fixed is None:
+        fixed = shutil.get_terminal_size().columns
+    out = _Console(file=file, width=fixed, markup=False, highlight=False, emoji=False)
     if out.width < NARROWEST:
         out.width = NARROWEST
     return out
+
+
+def printed(show: Callable[[Console], None]) -> str:
+    """What is printed on a console as plain text."""
+    text = io.StringIO()
+    show(console(text))
+    return text.getvalue().rstrip("\n")
 
 
 class _Left(ProgressColumn):

@@ -1,0 +1,104 @@
+"""A compiled program as users hold it: an executable that accounts for itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from html import escape
+from typing import TYPE_CHECKING, Generic, TypeVar
+
+import msgspec
+
+from tilewright.errors import LOGGER, InputError
+from tilewright.hardware.target import Target
+from tilewright.ir.graph import label_of
+from tilewright.ir.state import caller_inputs
+from tilewright.report.schema import Explain, Perf, to_json
+from tilewright.runtime.executable import Executable
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+R = TypeVar("R", bound=msgspec.Struct)
+
+
+@dataclass(frozen=True, repr=False, eq=False)
+class Report(Generic[R]):
+    """A report on a program. Printed, it is the text that the command line shows, as wide as the terminal.
+
+    Attributes:
+        facts: what it says, as data; the fields are those of the command line's `--json`.
+    """
+
+    facts: R
+    _print: Callable[[Console], None]
+
+    def __str__(self) -> str:
+        from tilewright.report.text.console import printed
+
+        return printed(self._print)
+
+    def __repr__(self) -> str:
+        return str(self)
+
+    def _repr_html_(self) -> str:
+        return f"<pre>{escape(str(self))}</pre>"
+
+    def to_json(self) -> str:
+        """The facts as JSON text."""
+        return to_json(self.facts)
+
+
+class Program(Executable):
+    """A compiled program: call it with the inputs in order, or by name; see `Executable` for what it takes and gives.
+
+    `program.explain()` says what became of each product and why, `program.perf()` how long each step takes; both are shown by
+    `print`, and a notebook shows the program itself. `program.steps` are the steps.
+    """
+
+    def explain(self) -> Report[Explain]:
+        """Account for every product: what is folded into it, what is not and why, which kernel does it, why others do not.
+
+        The cost of what is not folded is estimated from the machine's rates; these are measured once (seconds) and kept.
+        """
+        from tilewright.report.explain.explain import explain_program
+        from tilewright.report.text.explain_text import print_explain
+
+        facts = explain_program(self, self.source.name, self._ceilings())
+        return Report(facts, lambda out: print_explain(out, facts))
+
+    def perf(self, *args: object, iterations: int | None = None, **inputs: object) -> Report[Perf]:
+        """Time the program and each of its steps, for a few seconds in all. State that calls write is then as it was before.
+
+        Args:
+            args, inputs: as for a call; random data if there are none.
+            iterations: runs of the whole and of each step; as many as a few seconds allow if None.
+
+        Raises:
+            InputError: an input is missing, unknown, or of another shape or type; `iterations` is not positive.
+        """
+        from tilewright.report.measure.inputs import make_feeds
+        from tilewright.report.measure.perf import measure
+        from tilewright.report.text.perf_table import print_perf
+
+        if iterations is not None and iterations < 1:
+            raise InputError(f"{iterations} runs", where="iterations", hint="1 or more, or None")
+        values = self.bind(args, inputs) if args or inputs else ()
+        given = {label_of(n): v for n, v in zip(caller_inputs(self.graph), values, strict=False)}
+        feeds = make_feeds(self.source, given=given)
+        measured = measure(self, self.source.name, feeds, self._ceilings(), iterations=iterations, check=self._ceilings)
+        return Report(measured.report, lambda out: print_perf(out, measured))
+
+    def _repr_html_(self) -> str:
+        from tilewright.report.html.notebook import notebook
+
+        return notebook(self)
+
+    def _ceilings(self, times_us: Sequence[float] | None = None) -> Target:
+        """The target with its measured rates, corrected by what steps were seen to reach."""
+        from tilewright.report.measure.work import measured_ceilings
+
+        target, notes = measured_ceilings(self, times_us)
+        for note in notes:
+            LOGGER.info("%s", note)
+        return target
