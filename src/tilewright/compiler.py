@@ -139,7 +139,7 @@ def compile(
         excess_precision: keep values that a kernel holds in f32 unrounded where the program rounds them to 16 bits and widens
             them again: the result is not the program's to the last bit, but nearer to the real numbers'.
         cache: read back what was measured in the same circumstances before, by any process, and keep what is measured now, in
-            the user's cache folder ($TILEWRIGHT_CACHE). Kernels that are read back are verified again, not timed. A
+            the user's cache folder ($TILEWRIGHT_CACHE). Kernels that are read back are not timed, and a sample verified. A
             `TuningDatabase` for this device says what else is known, and where decisions are kept.
         within_s: seconds by the clock for all of it, reading, building and checking included; the budget is then shared out of
             what is left of them. Once they are over, problems left take the first choice that passes its check.

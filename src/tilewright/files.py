@@ -1,4 +1,4 @@
-"""Files that appear whole or not at all, and folders that nobody else could have written to."""
+"""Files that appear whole or not at all, folders that nobody else could have written to, and locks between processes."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import errno
 import os
 import shutil
 import stat
+import sys
 import tempfile
 from collections.abc import Generator
 from pathlib import Path
@@ -94,6 +95,28 @@ def open_own(path: Path, flags: int, mode: int = 0o600) -> int:
         os.close(descriptor)
         raise PermissionError(errno.EPERM, "could have been written by someone else", str(path))
     return descriptor
+
+
+def lock(descriptor: int) -> bool:
+    """Take the lock of an open file for as long as the descriptor is open; False if another process or descriptor has it.
+
+    It is the operating system's, and ends with the process that holds it.
+
+    Raises:
+        OSError: the file system has no locks.
+    """
+    try:
+        if sys.platform == "win32":
+            import msvcrt
+
+            msvcrt.locking(descriptor, msvcrt.LK_NBLCK, 1)
+        else:
+            import fcntl
+
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError):  # as Windows says it
+        return False
+    return True
 
 
 def _seen(path: Path) -> os.stat_result | None:

@@ -20,6 +20,7 @@ from tilewright.schedule.buckets import Buckets, PackingVariants, bucketed
 from tilewright.schedule.candidate import LAST_RESORT, discover, plan_for
 from tilewright.schedule.problem import AnyProblem, Problem
 from tilewright.schedule.search import Decision, Progress, search
+from tilewright.schedule.tuning_database import TuningDatabase, user_cache
 
 MOST_ROWS = 4096
 DEFAULT_BUDGET_S = 60.0
@@ -106,11 +107,18 @@ class AnyRows:
 
     def _searched(self, problem: AnyProblem, weights: Mapping[int, torch.Tensor], family: PackingVariants | None) -> Decision:
         if family is not None:
+            known = TuningDatabase(self.target, user_cache(), family=family.name)
             try:
-                return search(problem, self.target, budget_s=0, candidates=[family], weights=weights)
+                return known.settle(
+                    problem, weights, lambda: search(problem, self.target, budget_s=0, candidates=[family], weights=weights)
+                )
             except UnsupportedError:  # no point of its space has the packing for just so many rows
                 pass
-        return search(problem, self.target, budget_s=0, weights=weights)
+        known = TuningDatabase(self.target, user_cache())
+        among = known.candidates(problem)
+        return known.settle(
+            problem, weights, lambda: search(problem, self.target, budget_s=0, candidates=among, weights=weights)
+        )
 
 
 def compile_rows(

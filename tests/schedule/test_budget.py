@@ -19,7 +19,7 @@ from tilewright.ir.build import const, input_, map_
 from tilewright.ir.graph import Graph
 from tilewright.ir.notation import parse
 from tilewright.ir.ops import gemm
-from tilewright.schedule import budget, measure
+from tilewright.schedule import budget, measure, tuning_database
 from tilewright.schedule import search as search_module
 from tilewright.schedule.cache import Cache
 from tilewright.schedule.candidate import Schedule
@@ -132,9 +132,9 @@ def test_time_to_check_those_that_are_alike_is_kept_back(clock, monkeypatch, tmp
         clock[0] += 1.0
         return replace(again(problem, target, candidate, schedule, weights), checked_s=1.0)
 
-    again = budget.repeat
+    again = tuning_database.repeat
     monkeypatch.setattr(budget, "search", measured)
-    monkeypatch.setattr(budget, "repeat", checked)
+    monkeypatch.setattr(tuning_database, "repeat", checked)
     inputs = [input_(f"x{i}", F32, (4, 8)) for i in range(8)]
     weights = [const(torch.ones(8, 3 if i < 3 else 5)) for i in range(8)]
     scales = [const(torch.tensor(1.5 + i)) for i in range(8)]

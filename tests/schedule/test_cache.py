@@ -25,7 +25,7 @@ from tilewright.ir.build import const, input_, map_
 from tilewright.ir.graph import Graph, Node
 from tilewright.ir.ops import Attention, gemm
 from tilewright.runtime.partition import decided, partition, problem_of_part
-from tilewright.schedule import budget
+from tilewright.schedule import bench, budget
 from tilewright.schedule import cache as cache_module
 from tilewright.schedule import key as key_module
 from tilewright.schedule import tuning_database as database
@@ -157,7 +157,7 @@ def test_each_thing_that_a_choice_depends_on_is_in_the_key(monkeypatch):
 
 def test_a_search_takes_what_had_as_much_time():
     assert budgets_for(2.0) == ("long",)
-    assert budgets_for(0.1) == ("long", "short") == budgets_for(0)
+    assert budgets_for(0.1) == ("long", "short") and budgets_for(0) == ("long", "short", "none")
 
 
 def test_the_text_of_a_problem_is_all_of_it_but_numbers():
@@ -227,11 +227,100 @@ def test_a_record_that_does_not_hold_is_ignored(kept, searches):
     assert good.verified
 
 
-def test_a_kernel_that_fails_its_check_today_is_ignored(kept, searches, monkeypatch):
+def test_a_kernel_that_fails_its_check_today_is_ignored(kept, searches, monkeypatch, caplog):
     compiler.compile(program(2.0), budget_s=BUDGET_S)
-    monkeypatch.setattr(database, "search", failing)
-    (found,) = decisions(compiler.compile(program(2.0), budget_s=BUDGET_S))
+    monkeypatch.setenv("TILEWRIGHT_RECHECK", "1")
+    with monkeypatch.context() as m:
+        m.setattr(database, "search", failing)
+        (found,) = decisions(compiler.compile(program(2.0), budget_s=BUDGET_S))
     assert len(searches) == 2 and found.verified and not found.recalled
+    assert "passed its check on f32[8,32] @ f32[32,32] * 2 before and fails it now: another kernel is chosen" in caplog.text
+
+
+@pytest.fixture
+def examined(monkeypatch):
+    """The problems whose kernels were verified."""
+    seen: list[str] = []
+    examine = bench.examine
+    monkeypatch.setattr(bench, "examine", lambda problem, *a, **k: seen.append(str(problem)) or examine(problem, *a, **k))
+    return seen
+
+
+def test_what_was_verified_is_not_verified_again_but_for_a_sample(kept, examined, monkeypatch):
+    monkeypatch.setenv("TILEWRIGHT_RECHECK", "0")
+    compiler.compile(program(2.0), budget_s=BUDGET_S)
+    before = len(examined)
+    assert before
+    for _ in range(2):
+        assert decisions(compiler.compile(program(2.0), budget_s=0))[0].verified
+    assert len(examined) == before
+    monkeypatch.setenv("TILEWRIGHT_RECHECK", "1")
+    compiler.compile(program(2.0), budget_s=0)
+    assert len(examined) == before + 1
+    monkeypatch.setenv("TILEWRIGHT_RECHECK", "no number")  # as if it were 1
+    compiler.compile(program(2.0), budget_s=0)
+    assert len(examined) == before + 2
+
+
+def test_the_sample_is_a_share_drawn_by_key():
+    drawn = [database._drawn(i.to_bytes(2)) for i in range(4000)]
+    assert 100 < sum(drawn) < 320 and drawn == [database._drawn(i.to_bytes(2)) for i in range(4000)]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda d: replace(d, kernel=replace(d.kernel, text="another")),
+        lambda d: replace(d, kernel=replace(d.kernel, schedule=Schedule.of(mr=1))),
+        lambda d: replace(d, kernel=replace(d.kernel, candidate="another")),
+        lambda d: replace(d, problem=problem_of(gemm(input_("x", F32, (9, 32)), input_("w", F32, (32, 32))))),
+    ],
+)
+def test_a_verdict_holds_for_one_kernel(kept, change):
+    problem = problem_of(gemm(input_("x", F32, (8, 32)), input_("w", F32, (32, 32))))
+    decision = database.repeat(problem, CPU, "llvm", next(iter(_llvm(problem).schedules())), {})
+    known = TuningDatabase(CPU, kept)
+    assert decision.kernel.text
+    known.vouch(decision)
+    for one, there in ((decision, True), (change(decision), False)):
+        digest = known._verdict(one.problem, one.kernel).digest()
+        assert (kept.verdict(digest) is not None) is there
+
+
+def _llvm(problem):
+    return plan_for(next(c for c in database.discover() if c.name == "llvm"), problem, CPU)
+
+
+@pytest.mark.parametrize(("text", "parts", "shared"), [("t", (), True), ("", (), False), ("t", (("gemm", "onednn"),), False)])
+def test_numbers_count_where_the_text_does_not_tell_them(kept, text, parts, shared):
+    """Of one text that takes numbers as arguments one verdict serves; a library's call is verified for its own numbers."""
+    one, other = (problems(program(scale))[0] for scale in (2.0, 3.0))
+    kernel = replace(_llvm(one).build(next(iter(_llvm(one).schedules()))), text=text, parts=parts)
+    known = TuningDatabase(CPU, kept)
+    assert (known._verdict(one, kernel).digest() == known._verdict(other, kernel).digest()) is shared
+
+
+def problems(graph):
+    return [problem_of_part(p)[0] for p in partition(compiler.optimise(graph)) if decided(p)]
+
+
+def test_what_nobody_measured_is_kept_for_those_who_do_not_measure(kept, searches):
+    (first,) = decisions(compiler.compile(program(2.0), budget_s=0))
+    (made,) = kept.records()
+    assert made.time_us is None and made.key.budget == "none" and not first.measured
+    (again,) = decisions(compiler.compile(program(2.0), budget_s=0))
+    assert not again.measured and not again.recalled and again.rejected == first.rejected
+    assert again.kernel.schedule == first.kernel.schedule
+    (timed,) = decisions(compiler.compile(program(2.0), budget_s=BUDGET_S))
+    assert timed.measured and len(searches) == 1 and len(kept.records()) == 2
+    assert decisions(compiler.compile(program(2.0), budget_s=0))[0].recalled
+
+
+def test_who_waited_for_a_lock_finds_what_the_one_before_left(tmp_path):
+    one, two = Cache(tmp_path), Cache(tmp_path)
+    assert one.put(record("0"))
+    with two.alone(KEY, 1) as held:  # the lock is free
+        assert not held
 
 
 def failing(problem, target, **how):
@@ -296,6 +385,7 @@ def test_one_process_measures_and_others_wait_for_a_while(tmp_path):
         with two.alone(KEY, 60) as too:
             assert not too and two.get(KEY) == record("0")
         assert time.monotonic() - started < 30
+    one.clear()
     with two.alone(KEY, 1) as held:
         assert held
 

@@ -159,6 +159,7 @@ def test_explain_prints_the_sentence_and_the_cache_lists_it(kept, tmp_path):
     (problem,) = {
         s.decision.problem for s in compiler.compile(parse("f32[4,32] @ f32[32,16] + bias"), budget_s=0).steps if s.decision
     }
+    kept.clear()
     TuningDatabase(detect("cpu"), kept).lost(problem, "aten", "crashed: SIGSEGV")
     said = " ".join(invoke("explain", program, "--budget", "0").stdout.split())
     assert f"aten: {sentence(kept)}" in said

@@ -11,7 +11,7 @@ from typing import TypeVar
 import torch
 
 from tilewright.hardware.target import Target
-from tilewright.schedule.candidate import LAST_RESORT, LIBRARIES, Candidate, Kernel, Runner, Schedule, plan_for
+from tilewright.schedule.candidate import LAST_RESORT, LIBRARIES, Candidate, Kernel, Runner, Schedule, kernel_of, plan_for
 from tilewright.schedule.expected import Expected, expect
 from tilewright.schedule.guard import guarded, intact, preparing
 from tilewright.schedule.measure import Cold, Fault, Pace, examine, time_interleaved
@@ -107,7 +107,7 @@ class Bench:
 
     def build(self, key: int, candidate: Candidate, schedule: Schedule) -> Attempt:
         try:
-            kernel = plan_for(candidate, self._problem, self._target).build(schedule)
+            kernel = kernel_of(plan_for(candidate, self._problem, self._target), schedule)
         except Exception as error:
             return Attempt(schedule, Fault("unbuilt", failure("failed to build", error)))
         self._kernels[key] = candidate, kernel
@@ -184,7 +184,7 @@ class Bench:
 
     def again(self, key: int, candidate: Candidate, schedule: Schedule) -> None:
         """Build once more what passed before, unexamined."""
-        kernel = plan_for(candidate, self._problem, self._target).build(schedule)
+        kernel = kernel_of(plan_for(candidate, self._problem, self._target), schedule)
         self._kernels[key] = candidate, kernel
         self._runners[key] = kernel.prepare(self._constants)
 

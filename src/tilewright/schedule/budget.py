@@ -87,7 +87,7 @@ class SharedBudget:
         text = self._texts[problem]
         model = self._alike.get(text)
         if model is not None:
-            same = repeat(problem, self._target, model.kernel.candidate, model.kernel.schedule, weights)
+            same = self._again(problem, model, weights)
             if same is not None:  # else the winner is not right for these numbers
                 return replace(
                     same, time_us=model.time_us, rejected=model.rejected, measured=model.measured, recalled=model.recalled
@@ -95,6 +95,13 @@ class SharedBudget:
         decision = self._searched(problem, weights)
         self._alike.setdefault(text, decision)
         return decision
+
+    def _again(self, problem: AnyProblem, model: Decision, weights: Mapping[int, torch.Tensor]) -> Decision | None:
+        """The same candidate and schedule for a problem like another; None if they do not do."""
+        point = model.kernel.candidate, model.kernel.schedule
+        if self._database is None:
+            return repeat(problem, self._target, *point, weights)
+        return self._database.again(problem, *point, weights)
 
     def _searched(self, problem: AnyProblem, weights: Mapping[int, torch.Tensor]) -> Decision:
         database = self._database
@@ -106,7 +113,10 @@ class SharedBudget:
             return found
         share = self._share()
         if share <= 0:
-            return search(problem, self._target, budget_s=0, candidates=database.candidates(problem), weights=weights)
+            among = database.candidates(problem)
+            return database.settle(
+                problem, weights, lambda: search(problem, self._target, budget_s=0, candidates=among, weights=weights)
+            )
         with database.alone(problem, share) as first:
             found = None if first else database.find(problem, weights, self._accepted_s)
             if found is not None:

@@ -17,7 +17,6 @@ and everything goes on.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import re
 import sqlite3
@@ -28,8 +27,8 @@ from pathlib import Path
 from typing import TypeVar
 
 from tilewright.errors import say
-from tilewright.files import foreign, open_own
-from tilewright.schedule.record import Key, Record, Refusal, checked, with_checksum
+from tilewright.files import foreign, lock, open_own
+from tilewright.schedule.record import Kept, Key, Record, Refusal, Table, Verdict, checked, with_checksum
 
 BUSY_S = 20.0
 NETWORK = re.compile(
@@ -75,19 +74,44 @@ class Cache:
 
     def get(self, key: Key) -> Record | None:
         """The record under a key."""
-        digest = key.digest()
-        rows = self._do(lambda c: c.execute("SELECT value FROM decisions WHERE key = ?", (digest,)).fetchall(), [])
-        return checked(rows[0][0], digest, Record) if rows else None
+        return self._found("decisions", key.digest(), Record)
 
     def put(self, record: Record) -> bool:
         """Keep a record in place of what was there; True once it is kept."""
-        row = (record.key.digest(), with_checksum(record))
-        return self._do(lambda c: c.execute("INSERT OR REPLACE INTO decisions VALUES (?, ?)", row).rowcount == 1, False)
+        return self._keep("decisions", record)
 
     def records(self) -> list[Record]:
         """Every record that is whole."""
         rows = self._do(lambda c: c.execute("SELECT key, value FROM decisions").fetchall(), [])
         return [r for digest, value in rows if (r := checked(value, digest, Record)) is not None]
+
+    def verdict(self, digest: bytes) -> Verdict | None:
+        """The verdict of a digest."""
+        return self._found("verdicts", digest, Verdict)
+
+    def vouch(self, verdict: Verdict) -> bool:
+        """Keep a verdict; True once it is kept."""
+        return self._keep("verdicts", verdict)
+
+    def withdraw(self, digest: bytes) -> None:
+        """Forget a verdict."""
+        self._do(lambda c: c.execute("DELETE FROM verdicts WHERE key = ?", (digest,)).rowcount, 0)
+
+    def table(self, key: Key) -> Table | None:
+        """The table over rows under a key."""
+        return self._found("tables", key.digest(), Table)
+
+    def put_table(self, table: Table) -> bool:
+        """Keep a table in place of what was there; True once it is kept."""
+        return self._keep("tables", table)
+
+    def _found(self, where: str, digest: bytes, type_: type[Kept]) -> Kept | None:
+        rows = self._do(lambda c: c.execute(f"SELECT value FROM {where} WHERE key = ?", (digest,)).fetchall(), [])
+        return checked(rows[0][0], digest, type_) if rows else None
+
+    def _keep(self, where: str, content: Record | Verdict | Table) -> bool:
+        row = (content.digest(), with_checksum(content))
+        return self._do(lambda c: c.execute(f"INSERT OR REPLACE INTO {where} VALUES (?, ?)", row).rowcount == 1, False)
 
     def refuse(self, refusal: Refusal) -> bool:
         """Keep a refusal in place of what was there on the same candidate; True once it is kept."""
@@ -107,11 +131,12 @@ class Cache:
         return [r for found, value in rows if (r := checked(value, found, Refusal)) is not None]
 
     def clear(self) -> int:
-        """Forget every record and refusal, and delete files set aside; how many records there were."""
+        """Forget every record, refusal, verdict and table, and delete files set aside; how many records there were."""
 
         def emptied(connection: sqlite3.Connection) -> int:
             count = connection.execute("DELETE FROM decisions").rowcount
-            connection.execute("DELETE FROM refused")
+            for other in ("refused", "verdicts", "tables"):
+                connection.execute(f"DELETE FROM {other}")
             with contextlib.suppress(sqlite3.OperationalError):  # another process reads: the space is used again later
                 connection.execute("VACUUM")
                 connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
@@ -163,7 +188,8 @@ class Cache:
             yield False
             return
         try:
-            yield _locked(descriptor, wait_s, lambda: self.get(key) is not None)
+            # Who waited may come just after the one before let go: its record is looked for behind the lock, too.
+            yield _locked(descriptor, wait_s, lambda: self.get(key) is not None) and self.get(key) is None
         finally:
             os.close(descriptor)  # and the lock with it
 
@@ -233,7 +259,8 @@ class Cache:
                 raise _UnusableError(f"{self.folder} has no memory that processes share, which a write-ahead log needs")
             for setting in ("synchronous = NORMAL", "trusted_schema = OFF", "cell_size_check = ON"):
                 connection.execute(f"PRAGMA {setting}")
-            connection.execute("CREATE TABLE IF NOT EXISTS decisions (key BLOB PRIMARY KEY, value BLOB NOT NULL)")
+            for name in ("decisions", "verdicts", "tables"):
+                connection.execute(f"CREATE TABLE IF NOT EXISTS {name} (key BLOB PRIMARY KEY, value BLOB NOT NULL)")
             columns = "key BLOB, candidate TEXT, value BLOB NOT NULL, PRIMARY KEY (key, candidate)"
             connection.execute(f"CREATE TABLE IF NOT EXISTS refused ({columns})")
         except BaseException:
@@ -289,12 +316,11 @@ def _locked(descriptor: int, wait_s: float, enough: Callable[[], bool]) -> bool:
     end, pause = time.monotonic() + wait_s, 0.002
     while True:
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return True
-        except BlockingIOError:
-            if time.monotonic() >= end or enough():
-                return False
+            if lock(descriptor):
+                return True
         except OSError:  # no locks there
+            return False
+        if time.monotonic() >= end or enough():
             return False
         time.sleep(pause)
         pause = min(2 * pause, 0.1)

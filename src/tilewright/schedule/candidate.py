@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import cache, lru_cache
+from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, runtime_checkable
 
@@ -89,6 +90,7 @@ class Kernel:
             for that, and its schedule says so, since precision never drops without a word.
         parts: the kind of problem and the candidate of each kernel that this one is made of, if it is.
         registers, spills, shared_bytes: resources of the machine code, where there is any of our own.
+        text: digest of the texts that it was generated as (`kernel_of`); "" for one that calls a library alone.
     """
 
     candidate: str
@@ -103,6 +105,28 @@ class Kernel:
     registers: int | None = None
     spills: int | None = None
     shared_bytes: int | None = None
+    text: str = ""
+
+
+_texts: ContextVar[list[str] | None] = ContextVar("texts", default=None)
+
+
+def generated(text: str) -> None:
+    """Say that the kernel that is being built is compiled from a text."""
+    texts = _texts.get()
+    if texts is not None:
+        texts.append(text)
+
+
+def kernel_of(plan: Plan, schedule: Schedule) -> Kernel:
+    """The kernel of a plan's point, with the digest of the texts that it was generated as."""
+    texts = list[str]()
+    token = _texts.set(texts)
+    try:
+        kernel = plan.build(schedule)
+    finally:
+        _texts.reset(token)
+    return replace(kernel, text=sha256("\0".join(texts).encode()).hexdigest()) if texts else kernel
 
 
 class Unsupported(Exception):  # noqa: N818

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from functools import cache
 from importlib import metadata
 from pathlib import Path
+from typing import cast
 
 import torch
 
@@ -29,16 +30,17 @@ ALIGNMENT_BYTES = {"cpu": 64, "cuda": 512}
 LIBRARY_VARIABLES = ("ONEDNN_", "DNNL_", "MKL_")
 # Seconds that one problem may take, the longest first.
 BUDGETS = (("long", 1.0), ("short", 0.0))
+UNMEASURED = "none"
 
 
 def budgets_for(seconds: float) -> tuple[str, ...]:
     """The classes of budget whose decisions will do for a search of so many seconds; its own class is the last.
 
-    Any will do where nothing is to be measured.
+    Any will do where nothing is to be measured, one that measured nothing for want of another.
     """
     names = tuple(name for name, _ in BUDGETS)
     if seconds <= 0:
-        return names
+        return *names, UNMEASURED
     own = next(i for i, (_, least) in enumerate(BUDGETS) if seconds >= least)
     return names[: own + 1]
 
@@ -55,8 +57,8 @@ def text_of(problem: AnyProblem) -> str:
     lines += [f"{name}={value}" for name, value in attributes(problem.op).items()]
     lines += [f"{label} {len(roots)}" for label, roots in regions.items()]
     roots = [r for roots in regions.values() for r in roots]
-    numbers = [n for n in toposort(roots) if isinstance(n.op, Const) and n.tensor.elements == 1]
-    return "\n".join([*lines, _printed(substitute(roots, {n: Node(Input("number", n.tensor)) for n in numbers}))])
+    stand_in = {n: Node(Input("number", n.tensor)) for n in _numbers(problem)}
+    return "\n".join([*lines, _printed(substitute(roots, stand_in))])
 
 
 def _printed(roots: Sequence[Node]) -> str:
@@ -65,9 +67,20 @@ def _printed(roots: Sequence[Node]) -> str:
     return "\n".join([text, *digests])
 
 
-def digest_of(problem: AnyProblem) -> str:
-    """The SHA-256 digest of a problem's text, as a key holds it."""
-    return hashlib.sha256(text_of(problem).encode()).hexdigest()
+def digest_of(problem: AnyProblem, *, numbers: bool = False) -> str:
+    """The SHA-256 digest of a problem's text, as a key holds it; of the numbers in its expressions, too, if they count."""
+    digest = hashlib.sha256(text_of(problem).encode())
+    for n in _numbers(problem) if numbers else ():
+        digest.update(f"\0{n.type}".encode() + tensor_bytes(cast("Const", n.op).data.tensor()))
+    return digest.hexdigest()
+
+
+def _numbers(problem: AnyProblem) -> list[Node]:
+    """The one-element constants in a problem's expressions; none of a fusion's, whose text has them."""
+    if isinstance(problem, FusionProblem):
+        return []
+    roots = [r for roots in problem.op.regions().values() for r in roots]
+    return [n for n in toposort(roots) if isinstance(n.op, Const) and n.tensor.elements == 1]
 
 
 def circumstances(target: Target, *, excess_precision: bool) -> Key:

@@ -1,5 +1,6 @@
-"""Records of decisions: the key that a choice depends on, the choice, and candidates that never came back; as stored bytes,
-and as one JSON file to be taken elsewhere. Data alone: what reads it builds and checks anew."""
+"""Records of decisions: the key that a choice depends on, the choice, candidates that never came back, kernels that were
+verified, and tables over rows; as stored bytes, and as one JSON file to be taken elsewhere. Data alone: what reads it builds
+the kernels anew."""
 
 from __future__ import annotations
 
@@ -43,7 +44,8 @@ class Key(msgspec.Struct, frozen=True):
         alignment_bytes: alignment of the sources that were timed.
         cold: weights came from memory, as those of a program larger than the caches.
         budget: class of time that a search had.
-        problem: digest of its text.
+        problem: digest of its text; of a verdict on a library's kernel, with the numbers in it.
+        family: the part of the candidates that the choice was made among; "" for all.
     """
 
     chip: str
@@ -59,6 +61,7 @@ class Key(msgspec.Struct, frozen=True):
     cold: bool
     budget: str
     problem: str
+    family: str = ""
 
     def digest(self) -> bytes:
         """The SHA-256 digest under which a record is stored."""
@@ -84,15 +87,20 @@ class Loser(msgspec.Struct, frozen=True):
 
 
 class Record(msgspec.Struct, frozen=True):
-    """One decision: the problem as people read it, the candidate and the point of its space, its time, the others."""
+    """One decision: the problem as people read it, the candidate and the point of its space, its time (None if nothing was
+    timed), the others."""
 
     key: Key
     problem: str
     candidate: Text
     knobs: tuple[tuple[Text, bool | int | str], ...]
-    time_us: Time
+    time_us: Time | None
     rejected: tuple[Loser, ...]
     made_s: Moment
+
+    def digest(self) -> bytes:
+        """The digest under which it is stored."""
+        return self.key.digest()
 
 
 class Refusal(msgspec.Struct, frozen=True):
@@ -104,11 +112,65 @@ class Refusal(msgspec.Struct, frozen=True):
     why: Text
     made_s: Moment
 
+    def digest(self) -> bytes:
+        """The digest under which it is stored, beside the candidate's name."""
+        return self.key.digest()
 
-Kept = TypeVar("Kept", Record, Refusal)
+
+class Verdict(msgspec.Struct, frozen=True):
+    """A kernel that agreed with the oracle, and all that this rests on: the circumstances (its key is that of every budget),
+    the candidate and the point of its space, the digest of the texts that it was generated as."""
+
+    key: Key
+    candidate: Text
+    knobs: tuple[tuple[Text, bool | int | str], ...]
+    text: str
+    made_s: Moment
+
+    def digest(self) -> bytes:
+        """The digest of all but the moment."""
+        return hashlib.sha256(msgspec.json.encode((self.key, self.candidate, self.knobs, self.text))).digest()
 
 
-def with_checksum(content: Record | Refusal) -> bytes:
+class End(msgspec.Struct, frozen=True):
+    """The kernel at one end of a bucket: the point of its candidate's space, and its time."""
+
+    knobs: tuple[tuple[Text, bool | int | str], ...]
+    time_us: Time | None
+
+
+class Range(msgspec.Struct, frozen=True):
+    """One bucket of a table: its rows, the candidate that serves them, the knobs by which it packs, the kernels at its ends."""
+
+    first: int
+    last: int
+    candidate: Text
+    order: tuple[tuple[Text, bool | int | str], ...]
+    at_first: End
+    at_last: End
+
+
+class Table(msgspec.Struct, frozen=True):
+    """Which kernels serve which rows: the seconds that were given for measuring, the buckets, the bytes of packed weight and
+    the times in µs by rows, both by the name of what raced. Its key is that of every budget, its problem's digest that of the
+    first and of the last number of rows."""
+
+    key: Key
+    budget_s: Annotated[float, msgspec.Meta(ge=0)]
+    buckets: tuple[Range, ...]
+    packings: dict[Text, int]
+    measured: dict[int, dict[Text, Time]]
+    made_s: Moment
+
+    def digest(self) -> bytes:
+        """The digest under which it is stored."""
+        return self.key.digest()
+
+
+Kept = TypeVar("Kept", Record, Refusal, Verdict, Table)
+
+
+def with_checksum(content: Record | Refusal | Verdict | Table) -> bytes:
     """The bytes that are stored: a SHA-256 digest, then the record as JSON."""
     encoded = msgspec.json.encode(content)
     return hashlib.sha256(encoded).digest() + encoded
@@ -122,7 +184,7 @@ def checked(value: object, digest: bytes, type_: type[Kept]) -> Kept | None:
         found = msgspec.json.decode(value[32:], type=type_)
     except (msgspec.DecodeError, UnicodeDecodeError):
         return None
-    return found if found.key.digest() == digest else None
+    return found if found.digest() == digest else None
 
 
 class Exported(msgspec.Struct, frozen=True):

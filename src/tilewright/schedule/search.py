@@ -25,6 +25,7 @@ from tilewright.schedule.candidate import (
     Schedule,
     concerns,
     discover,
+    kernel_of,
     labelled,
     planned,
 )
@@ -83,9 +84,8 @@ class Decision:
         time_us: its measured time, None when nothing was timed.
         rejected: the others, in the order they were considered.
         measured: False for a heuristic answer.
-        verified: the kernel agreed with the reference on random data.
-        recalled: its times are those of an earlier search, read back, or its point is one that was imported; it was built and
-            verified anew.
+        verified: the kernel agreed with the reference on random data, here or in an earlier process (`tuning_database.py`).
+        recalled: its times are those of an earlier search, read back, or its point is one that was imported.
         checked_s: seconds that building and verifying the kernel took, the right results included.
         provisional: why the times are not reliable, "" if they are: the problem is searched again when the machine is quiet.
     """
@@ -313,7 +313,7 @@ class _Search:
         """The winner's kernel in this process."""
         if winner.attempt.kernel is not None:
             return winner.attempt.kernel
-        return winner.space.plan.build(winner.attempt.schedule)
+        return kernel_of(winner.space.plan, winner.attempt.schedule)
 
     def _spaces(self, candidates: Sequence[Candidate]) -> list[_Space]:
         """The candidates that take part, by preference, with their schedules. One that raises anything at all is out, and the

@@ -1,8 +1,12 @@
-"""Decisions made before, by this process or another: built and verified anew, and not timed again.
+"""Decisions made before, by this process or another: built anew, and neither timed nor verified again.
 
-A record names a candidate and a point of its space. A record that fails its check here, or whose candidate now refuses, counts
-as absent. Records from elsewhere are hints. A point that the candidate does not itself offer here is never built, and their
-times are not believed. A record made in these circumstances saves the search, and its kernel alone is timed here.
+A record names a candidate and a point of its space. A kernel that was verified in these circumstances, of the same generated
+text, is taken as it is, but for a sample (`RECHECKED`, drawn anew in each process), which is verified again. A library's call
+has no text: its verdict rests on the numbers in the problem, too. A record that fails its check here, or whose candidate now
+refuses, counts as absent.
+
+Records from elsewhere are hints. A point that the candidate does not itself offer here is never built, and their times are not
+believed. A record made in these circumstances saves the search, and its kernel alone is timed here.
 
 A candidate that crashed or hung is refused on the problem from then on, by every process in the same circumstances, with the
 sentence how and the day. Only a `TuningDatabase` that says `retry` tries it again.
@@ -12,8 +16,11 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import hashlib
+import os
+import secrets
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -28,24 +35,29 @@ from tilewright.hardware.target import Target
 from tilewright.schedule.cache import Cache
 from tilewright.schedule.candidate import (
     Candidate,
+    Kernel,
     MetaPlan,
     Refusal,
     Schedule,
     concerns,
     discover,
+    kernel_of,
     narrowed,
+    plan_for,
     planned,
     refusing,
 )
 from tilewright.schedule.key import budgets_for, circumstances, digest_of
 from tilewright.schedule.problem import AnyProblem
-from tilewright.schedule.record import Key, Loser, Record
+from tilewright.schedule.record import Key, Loser, Record, Verdict
 from tilewright.schedule.record import Refusal as LostRecord
 from tilewright.schedule.search import Decision, Rejected, search
 
 HINT_S = 0.1  # at most, to time the kernel of a record from elsewhere
 WAIT_S = 30.0  # for another process that measures the same problem; then both do
 LONGEST = 4000  # characters of a sentence that is kept
+RECHECKED = 0.05  # of the kernels that are read back are verified again, unless $TILEWRIGHT_RECHECK says how many
+_CHANCE = secrets.token_bytes(16)  # by which the sample is drawn, another one in each process
 
 
 def user_cache() -> Cache | None:
@@ -75,13 +87,16 @@ class TuningDatabase:
         excess_precision: bool = False,
         hints: Iterable[Record] = (),
         retry: bool = False,
+        family: str = "",
     ) -> None:
         """`hints` are records from elsewhere, of any machine; the first one of a problem counts.
 
         `retry`: problems of which a candidate is remembered as refused are searched anew, with it.
 
-        `settled` then holds the record of each decision that was measured or read back, by digest of its problem.
+        `settled` then holds the record of each decision that was measured or read back, by digest of its problem. `family`
+        names the part of the candidates that choices are made among; "" stands for all.
         """
+        self.family = family
         self._target, self._cache, self._retry = target, cache, retry
         self._circumstances = circumstances(target, excess_precision=excess_precision)
         self._hints: dict[str, Record] = {}
@@ -110,14 +125,52 @@ class TuningDatabase:
                 if tried is not None:
                     return tried
                 continue
-            decision = repeat(problem, self._target, record.candidate, schedule, weights)
+            decision = self.again(problem, record.candidate, schedule, weights)
             if decision is None:
                 continue
             losers = tuple(Rejected(r.candidate, r.kind, r.why, Schedule(r.knobs), r.time_us) for r in record.rejected)
-            decision = replace(decision, time_us=record.time_us, rejected=losers, measured=True, recalled=True)
-            self.settled[record.key.problem] = record
+            us = record.time_us
+            decision = replace(decision, time_us=us, rejected=losers, measured=us is not None, recalled=us is not None)
+            if us is not None:
+                self.settled[record.key.problem] = record
             return decision
         return None
+
+    def again(
+        self, problem: AnyProblem, candidate: str, schedule: Schedule, weights: Mapping[int, torch.Tensor]
+    ) -> Decision | None:
+        """One point of one candidate, built, and verified if it was not before; None if it does not do here."""
+        digest, known = None, False
+        try:
+            (found,) = [c for c in discover() if c.name == candidate and concerns(c, problem, self._target)]
+            began = time.perf_counter()
+            kernel = kernel_of(plan_for(found, problem, self._target), schedule)
+            digest = self._verdict(problem, kernel).digest()
+            known = self._cache is not None and self._cache.verdict(digest) is not None
+            if known and not _drawn(digest):
+                return Decision(problem, kernel, None, (), False, True, checked_s=time.perf_counter() - began)
+        except Exception:  # a candidate may raise anything: the search says what it is
+            pass
+        decision = repeat(problem, self._target, candidate, schedule, weights)
+        if decision is not None:
+            self.vouch(decision)
+        elif known and digest is not None and self._cache is not None:
+            self._cache.withdraw(digest)
+            say(f"{candidate} passed its check on {problem} before and fails it now: another kernel is chosen")
+        return decision
+
+    def vouch(self, decision: Decision) -> None:
+        """Remember that a decision's kernel was verified."""
+        if self._cache is not None and decision.verified:
+            self._cache.vouch(self._verdict(decision.problem, decision.kernel))
+
+    def _verdict(self, problem: AnyProblem, kernel: Kernel) -> Verdict:
+        """The verdict on a kernel that was verified. Numbers in the problem count where the kernel's text does not tell all."""
+        called = not kernel.text or bool(kernel.parts)
+        key = msgspec.structs.replace(self._any_budget(problem), family="")
+        if called:
+            key = msgspec.structs.replace(key, problem=digest_of(problem, numbers=True))
+        return Verdict(key, kernel.candidate, kernel.schedule.knobs, kernel.text, time.time())
 
     def _tried(
         self, record: Record, schedule: Schedule, problem: AnyProblem, weights: Mapping[int, torch.Tensor], budget_s: float
@@ -129,16 +182,17 @@ class TuningDatabase:
         decision = repeat(problem, self._target, record.candidate, schedule, weights, budget_s=budget_s, cold=cold)
         if decision is None:
             return None
+        self.vouch(decision)
         if decision.time_us is not None:
             self._settle(record.key, decision, ())
         return replace(decision, rejected=(), recalled=True)
 
     def _settle(self, key: Key, decision: Decision, losers: tuple[Loser, ...]) -> None:
-        """Keep a decision whose kernel was timed."""
+        """Keep a decision."""
         kernel, us = decision.kernel, decision.time_us
-        assert us is not None
         record = Record(key, str(decision.problem), kernel.candidate, kernel.schedule.knobs, us, losers, time.time())
-        self.settled[key.problem] = record
+        if us is not None:
+            self.settled[key.problem] = record
         if self._cache is not None:
             self._cache.put(record)
 
@@ -157,6 +211,20 @@ class TuningDatabase:
                 found.append(_hinted(c, Schedule(hint.knobs)) if hint is not None and c.name == hint.candidate else c)
         return found
 
+    def settle(self, problem: AnyProblem, weights: Mapping[int, torch.Tensor], choose: Callable[[], Decision]) -> Decision:
+        """The decision that is known, or that another process comes to meanwhile; else that of `choose`, which measures
+        nothing, and is kept."""
+        found = self.find(problem, weights, 0)
+        if found is not None:
+            return found
+        with self.alone(problem, 0) as first:
+            found = None if first else self.find(problem, weights, 0)
+            if found is not None:
+                return found
+            decision = choose()
+            self.keep(decision, 0)
+        return decision
+
     def lost(self, problem: AnyProblem, candidate: str, why: str) -> None:
         """Remember that a candidate did not come back from a problem."""
         if self._cache is not None:
@@ -169,11 +237,11 @@ class TuningDatabase:
         return self._cache.alone(self._key(problem, budget_s), WAIT_S)
 
     def keep(self, decision: Decision, budget_s: float) -> None:
-        """Record what a search of `budget_s` decided, if it measured."""
-        if not decision.measured or decision.time_us is None:
-            return
+        """Record what a search of `budget_s` decided; where it measured nothing, for those that are not to measure."""
         losers = tuple(Loser(r.candidate, r.why[:LONGEST], r.time_us, r.schedule.knobs, r.kind) for r in decision.rejected)
-        self._settle(self._key(decision.problem, budget_s), decision, losers)
+        measured = decision.measured and decision.time_us is not None
+        self._settle(self._key(decision.problem, budget_s if measured else 0), decision, losers)
+        self.vouch(decision)
         if self._cache is not None and self._retry:
             lost = {r.candidate for r in decision.rejected if r.kind == "lost"}
             for refusal in self._refusals(decision.problem):
@@ -182,7 +250,7 @@ class TuningDatabase:
 
     def _any_budget(self, problem: AnyProblem) -> Key:
         """The key with all that depends on the search's time or on where weights were left out."""
-        return msgspec.structs.replace(self._key(problem, 0), budget="", cold=False)
+        return msgspec.structs.replace(self._key(problem, 0), budget="", cold=False, family="")
 
     def _refusals(self, problem: AnyProblem) -> list[LostRecord]:
         return [] if self._cache is None else self._cache.refusals(self._any_budget(problem))
@@ -190,7 +258,8 @@ class TuningDatabase:
     def _key(self, problem: AnyProblem, budget_s: float) -> Key:
         if problem not in self._digests:
             self._digests[problem] = digest_of(problem)
-        return msgspec.structs.replace(self._circumstances, budget=budgets_for(budget_s)[-1], problem=self._digests[problem])
+        name, digest = budgets_for(budget_s)[-1], self._digests[problem]
+        return msgspec.structs.replace(self._circumstances, budget=name, problem=digest, family=self.family)
 
     def _records(self, problem: AnyProblem, budget_s: float) -> Iterator[tuple[Record, bool]]:
         """Those that hold in these circumstances, and whether they came from elsewhere."""
@@ -237,6 +306,15 @@ def offered(problem: AnyProblem, target: Target, candidate: str, schedule: Sched
 def _sentence(refusal: LostRecord) -> str:
     when = datetime.fromtimestamp(refusal.made_s, UTC).date()
     return f"{refusal.why}, on {when}; not tried again unless `tilewright tune --retry` asks for it"
+
+
+def _drawn(digest: bytes) -> bool:
+    """Tell whether a kernel is one of the sample that is verified again."""
+    try:
+        share = float(os.environ.get("TILEWRIGHT_RECHECK", RECHECKED))
+    except ValueError:
+        share = 1.0
+    return int.from_bytes(hashlib.sha256(_CHANCE + digest).digest()[:4]) < share * 2**32
 
 
 def _hinted(candidate: Candidate, schedule: Schedule) -> Candidate:

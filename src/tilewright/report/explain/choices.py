@@ -31,7 +31,7 @@ def ways_of(decisions: Iterable[Decision]) -> dict[str, int]:
 def ways_words(ways: dict[str, int]) -> list[str]:
     """The same as a sentence; none where nothing was chosen."""
     said = {
-        READ_BACK: "read back from the cache and verified again",
+        READ_BACK: "read back from the cache",
         MEASURED: "measured now",
         NOT_MEASURED: "not measured: the first kernel that agrees with the reference",
     }

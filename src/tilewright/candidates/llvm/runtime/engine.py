@@ -27,7 +27,7 @@ from tilewright.candidates.llvm.expressions.text import PYTHON, THREADS
 from tilewright.errors import UnsupportedError
 from tilewright.files import foreign, open_own
 from tilewright.hardware.ceilings import cache_folder
-from tilewright.schedule.candidate import Unsupported
+from tilewright.schedule.candidate import Unsupported, generated
 
 METH_O, METH_FASTCALL = 0x08, 0x80  # CPython, Include/methodobject.h
 
@@ -200,6 +200,7 @@ def function(text: str) -> Any:
 
     Its `__self__` is the address of the module's `@run`, for callers in machine code, who keep the function; 0 if it has none.
     """
+    generated(text)
     found = _alive.get(text)
     if found is None:
         code = _Loaded(object_code(text))

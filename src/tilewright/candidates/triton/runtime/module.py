@@ -24,7 +24,7 @@ from typing import Any
 from tilewright.candidates.triton.expressions.text import KernelSource, Number, Text
 from tilewright.candidates.triton.runtime.versions import direct, named
 from tilewright.hardware.target import Target
-from tilewright.schedule.candidate import Unsupported
+from tilewright.schedule.candidate import Unsupported, generated
 
 IMPORTS = "import triton\nimport triton.language as tl\n"
 GLUON_IMPORTS = IMPORTS + "from triton.experimental import gluon\nfrom triton.experimental.gluon import language as gl\n"
@@ -210,6 +210,7 @@ def build(source: KernelSource, pointers: Mapping[str, str], arch: Arch, device:
         arch, options: see `compiled`.
         device: index of the device that runs it.
     """
+    generated(source.text)
     kinds = tuple((dict(pointers) | source.signature).items())
     kernel = _machine_code(source.text, kinds, arch, device, tuple(sorted(options.items())))
     return Built(kernel, tuple(source.numbers.values()))

@@ -1,0 +1,83 @@
+"""One process of several that share a cache: `counted_process.py linear|tuned|program|rows ROWS…` compiles, calls, and prints
+as JSON how often it compiled machine code, verified, timed and searched, and what it found."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections import Counter
+
+import torch
+
+import tilewright
+from tilewright import m_dispatch
+from tilewright.candidates.llvm.runtime import engine
+from tilewright.frontends import LoadOptions
+from tilewright.schedule import bench, budget, search, tuning_database
+
+torch.set_num_threads(1)
+done: Counter[str] = Counter()
+
+
+def counting(module: object, name: str, what: str) -> None:
+    inner = getattr(module, name)
+
+    def counted(*given, **named):
+        done[what] += 1
+        return inner(*given, **named)
+
+    setattr(module, name, counted)
+
+
+counting(engine, "_parsed", "compiled")
+counting(bench, "examine", "verified")
+counting(bench, "expect", "expected")
+counting(bench, "time_interleaved", "timed")
+counting(search._Search, "run", "searched")
+for module in (budget, m_dispatch, tuning_database):
+    assert module.search is search.search
+
+
+def layer() -> tilewright.Linear:
+    torch.manual_seed(0)
+    return tilewright.Linear.from_float(torch.nn.Linear(128, 96), group_size=32)
+
+
+def linear(rows: list[int]) -> object:
+    made = layer()
+    for count in rows:
+        x = torch.randn(count, 128)
+        torch.testing.assert_close(made(x), x @ made.weight.tensor().t() + made.bias, rtol=1e-4, atol=1e-5)
+    return made.candidates()
+
+
+def tuned(rows: list[int]) -> object:
+    table = layer().tune(budget_s=0.2)
+    return [(b.first, b.last, b.family.name, b.at_first.time_us) for b in table.buckets], linear(rows)
+
+
+def program(rows: list[int]) -> object:
+    torch.manual_seed(0)
+    module = torch.nn.Sequential(torch.nn.Linear(64, 96), torch.nn.ReLU(), torch.nn.Linear(96, 32), torch.nn.Softmax(-1)).eval()
+    x = torch.randn(rows[0], 64)
+    made = tilewright.compile(module, example_inputs=(x,), budget_s=0.1 * (len(rows) > 1))
+    torch.testing.assert_close(made(x), module(x), rtol=1e-4, atol=1e-5)
+    return [str(s.decision.kernel.schedule) for s in made.steps if s.decision is not None]
+
+
+def any_rows(rows: list[int]) -> object:
+    torch.manual_seed(0)
+    module = torch.nn.Linear(64, 96).eval()
+
+    def at(count: int):
+        return tilewright.load(module, LoadOptions(example_inputs=(torch.empty(count, 64),)))
+
+    made = tilewright.compile_rows(at, last=rows[-1], budget_s=0.3)
+    for count in rows:
+        x = torch.randn(count, 64)
+        torch.testing.assert_close(made(x), module(x), rtol=1e-4, atol=1e-5)
+    return [(b.first, b.last, b.family.name, b.at_last.time_us) for b in made.table.buckets], made.table.measured
+
+
+found = {"linear": linear, "tuned": tuned, "program": program, "rows": any_rows}[sys.argv[1]](list(map(int, sys.argv[2:])))
+sys.stdout.write(json.dumps({"done": done, "found": found}))
