@@ -37,3 +37,9 @@ def no_memory_of_other_tests(monkeypatch):
     """No test reads what another one, or the user, measured; the tests of that cache give it a folder of their own."""
     for module in ("compiler", "m_dispatch"):
         monkeypatch.setattr(f"tilewright.{module}.user_cache", lambda: None)
+
+
+@pytest.fixture(autouse=True)
+def never_quiet(monkeypatch):
+    """What is chosen beside other tests is not chosen again because they rest; who tests that says when it is quiet."""
+    monkeypatch.setattr("tilewright.schedule.tuning_database.TuningDatabase._quiet", lambda self: False)

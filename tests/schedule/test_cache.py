@@ -21,6 +21,7 @@ from tilewright import compiler
 from tilewright.dtype import BF16, F32
 from tilewright.errors import UnsupportedError
 from tilewright.hardware.detect import detect
+from tilewright.hardware.load import Load
 from tilewright.ir.build import const, input_, map_
 from tilewright.ir.graph import Graph, Node
 from tilewright.ir.ops import Attention, gemm
@@ -29,15 +30,18 @@ from tilewright.schedule import bench, budget
 from tilewright.schedule import cache as cache_module
 from tilewright.schedule import key as key_module
 from tilewright.schedule import tuning_database as database
+from tilewright.schedule.bench import Bench
 from tilewright.schedule.cache import Cache, file_system
 from tilewright.schedule.candidate import Schedule, concerns, plan_for, refusal
 from tilewright.schedule.key import budgets_for, circumstances, digest_of, text_of
 from tilewright.schedule.problem import Problem, problem_of
+from tilewright.schedule.race import Race
 from tilewright.schedule.record import Key, Loser
 from tilewright.schedule.tuning_database import TuningDatabase
 
 CPU = detect("cpu")
 BUDGET_S = 0.02
+QUIET = TuningDatabase._quiet  # which tests have no part of otherwise
 
 
 @pytest.fixture
@@ -212,6 +216,42 @@ def test_what_was_measured_is_read_back_checked_and_not_timed_again(kept, search
     assert len(searches) == 3
     compiler.compile(program(2.0), budget_s=BUDGET_S, excess_precision=True)
     assert len(searches) == 4
+
+
+def test_a_choice_made_in_noise_is_used_and_raced_again_when_it_is_quiet(kept, searches, monkeypatch):
+    noise, times = ["3 runnable tasks on 2 cores"], Bench.times
+    monkeypatch.setattr(Bench, "times", lambda *given: Race(times(*given).laps, noise[0]))
+    loads = [Load(of_cores=2, runnable=9.0), Load(of_cores=2)]
+    monkeypatch.setattr(database, "load_now", lambda device, threads: loads[0])
+    monkeypatch.setattr(database, "LOOKED_S", -1.0)
+    monkeypatch.setattr(TuningDatabase, "_quiet", QUIET)
+
+    def compiled(budget_s=BUDGET_S):
+        (found,) = decisions(compiler.compile(program(2.0), budget_s=budget_s))
+        return found
+
+    assert compiled().provisional == noise[0] and len(searches) == 1
+    assert kept.records()[0].provisional == noise[0]
+    again = compiled()
+    assert again.recalled and again.measured and again.provisional == noise[0] and len(searches) == 1
+    loads.pop(0)
+    assert compiled(0).provisional == noise[0] and len(searches) == 1, "no time to race again"
+    assert not compiled().recalled and len(searches) == 2, "quiet, so that it seemed; then it was not"
+    assert kept.records()[0].provisional == noise[0]
+    noise[0] = ""
+    settled = compiled()
+    assert not settled.recalled and not settled.provisional and len(searches) == 3
+    assert compiled().recalled and len(searches) == 3 and kept.records()[0].provisional == ""
+
+
+def test_the_second_of_two_processes_waits_for_what_replaces_a_provisional_record(tmp_path):
+    one, two = Cache(tmp_path), Cache(tmp_path)
+    assert one.put(msgspec.structs.replace(record("0"), provisional="3 runnable tasks on 2 cores"))
+    with one.alone(KEY, 1) as held:
+        assert held
+        threading.Timer(0.2, lambda: one.put(record("0"))).start()
+        with two.alone(KEY, 60) as too:
+            assert not too and two.get(KEY) == record("0")
 
 
 def test_a_record_that_does_not_hold_is_ignored(kept, searches):

@@ -90,7 +90,12 @@ class SharedBudget:
             same = self._again(problem, model, weights)
             if same is not None:  # else the winner is not right for these numbers
                 return replace(
-                    same, time_us=model.time_us, rejected=model.rejected, measured=model.measured, recalled=model.recalled
+                    same,
+                    time_us=model.time_us,
+                    rejected=model.rejected,
+                    measured=model.measured,
+                    recalled=model.recalled,
+                    provisional=model.provisional,
                 )
         decision = self._searched(problem, weights)
         self._alike.setdefault(text, decision)

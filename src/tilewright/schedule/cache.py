@@ -176,7 +176,8 @@ class Cache:
     def alone(self, key: Key, wait_s: float) -> Generator[bool]:
         """Hold what no other process and thread may hold for this key; True if so.
 
-        False if another one had it for all of `wait_s`, if it is not to be had at all, or as soon as there is a record.
+        False if another one had it for all of `wait_s`, if it is not to be had at all, or as soon as there is a record; a
+        provisional one that is there already is none.
         """
         descriptor = None
         with contextlib.suppress(OSError):
@@ -189,7 +190,9 @@ class Cache:
             return
         try:
             # Who waited may come just after the one before let go: its record is looked for behind the lock, too.
-            yield _locked(descriptor, wait_s, lambda: self.get(key) is not None) and self.get(key) is None
+            found = self.get(key)
+            wanting = (None, found) if found is not None and found.provisional else (None,)
+            yield _locked(descriptor, wait_s, lambda: self.get(key) not in wanting) and self.get(key) in wanting
         finally:
             os.close(descriptor)  # and the lock with it
 

@@ -88,7 +88,10 @@ class Loser(msgspec.Struct, frozen=True):
 
 class Record(msgspec.Struct, frozen=True):
     """One decision: the problem as people read it, the candidate and the point of its space, its time (None if nothing was
-    timed), the others."""
+    timed), the others.
+
+    `provisional`: why the times are not reliable, "" if they are.
+    """
 
     key: Key
     problem: str
@@ -97,6 +100,7 @@ class Record(msgspec.Struct, frozen=True):
     time_us: Time | None
     rejected: tuple[Loser, ...]
     made_s: Moment
+    provisional: Text = ""
 
     def digest(self) -> bytes:
         """The digest under which it is stored."""

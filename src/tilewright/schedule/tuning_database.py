@@ -8,6 +8,9 @@ refuses, counts as absent.
 Records from elsewhere are hints. A point that the candidate does not itself offer here is never built, and their times are not
 believed. A record made in these circumstances saves the search, and its kernel alone is timed here.
 
+A decision made while other processes kept the machine busy is provisional: it is read back like any other until a program with
+time to search finds the machine quiet, which then searches anew.
+
 A candidate that crashed or hung is refused on the problem from then on, by every process in the same circumstances, with the
 sentence how and the day. Only a `TuningDatabase` that says `retry` tries it again.
 """
@@ -17,6 +20,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
+import math
 import os
 import secrets
 import time
@@ -31,6 +35,7 @@ import torch
 
 from tilewright.errors import UnsupportedError, say
 from tilewright.hardware.ceilings import cache_folder
+from tilewright.hardware.load import load_now
 from tilewright.hardware.target import Target
 from tilewright.schedule.cache import Cache
 from tilewright.schedule.candidate import (
@@ -55,6 +60,7 @@ from tilewright.schedule.search import Decision, Rejected, search
 
 HINT_S = 0.1  # at most, to time the kernel of a record from elsewhere
 WAIT_S = 30.0  # for another process that measures the same problem; then both do
+LOOKED_S = 5.0  # for which a look at the load holds
 LONGEST = 4000  # characters of a sentence that is kept
 RECHECKED = 0.05  # of the kernels that are read back are verified again, unless $TILEWRIGHT_RECHECK says how many
 _CHANCE = secrets.token_bytes(16)  # by which the sample is drawn, another one in each process
@@ -104,6 +110,7 @@ class TuningDatabase:
             self._hints.setdefault(record.key.problem, record)
         self._digests: dict[AnyProblem, str] = {}
         self.settled: dict[str, Record] = {}
+        self._looked, self._seen_quiet = -math.inf, False
 
     def of_program(self, *, cold: bool) -> None:
         """Take problems from now on as those of a program whose weights come from memory (`cold`), or are found in a cache."""
@@ -129,9 +136,10 @@ class TuningDatabase:
             if decision is None:
                 continue
             losers = tuple(Rejected(r.candidate, r.kind, r.why, Schedule(r.knobs), r.time_us) for r in record.rejected)
-            us = record.time_us
-            decision = replace(decision, time_us=us, rejected=losers, measured=us is not None, recalled=us is not None)
-            if us is not None:
+            us, noise = record.time_us, record.provisional
+            measured = us is not None
+            decision = replace(decision, time_us=us, rejected=losers, measured=measured, recalled=measured, provisional=noise)
+            if measured:
                 self.settled[record.key.problem] = record
             return decision
         return None
@@ -190,7 +198,8 @@ class TuningDatabase:
     def _settle(self, key: Key, decision: Decision, losers: tuple[Loser, ...]) -> None:
         """Keep a decision."""
         kernel, us = decision.kernel, decision.time_us
-        record = Record(key, str(decision.problem), kernel.candidate, kernel.schedule.knobs, us, losers, time.time())
+        problem, noise = str(decision.problem), decision.provisional[:LONGEST]
+        record = Record(key, problem, kernel.candidate, kernel.schedule.knobs, us, losers, time.time(), noise)
         if us is not None:
             self.settled[key.problem] = record
         if self._cache is not None:
@@ -270,9 +279,19 @@ class TuningDatabase:
         for name in budgets_for(budget_s):
             wanted = msgspec.structs.replace(key, budget=name)
             if self._cache is not None and (found := self._cache.get(wanted)) is not None:
+                if budget_s > 0 and found.provisional and self._quiet():
+                    continue
                 yield found, False
             if hint is not None and hint.key == wanted:
                 yield hint, True
+
+    def _quiet(self) -> bool:
+        """Tell whether times taken now would be reliable."""
+        now = time.monotonic()
+        if now > self._looked + LOOKED_S:
+            self._looked = now
+            self._seen_quiet = not load_now(self._target.device, torch.get_num_threads()).noise
+        return self._seen_quiet
 
 
 def repeat(
