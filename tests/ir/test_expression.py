@@ -15,8 +15,8 @@ from tilewright.ir.build import const, convert, input_, map_, reshape, slice_, t
 from tilewright.ir.evaluate import evaluate_nodes
 from tilewright.ir.expression import (
     REARRANGE,
+    Rearrangement,
     Sources,
-    View,
     depends_on_acc,
     make_gemm,
     outside,
@@ -114,7 +114,7 @@ def test_a_view_between_elementwise_steps_ends_at_the_root():
 def test_a_side_input_unviewed_broadcasts_as_it_did(shape, data):
     acc = Node(Acc(TensorType(F32, tuple(shape))))
     root = viewed(data.draw, acc, data.draw(st.integers(0, 3)))
-    views = [View(n.op, n.src[0].shape, n.shape) for n in toposort([root]) if n is not acc]
+    views = [Rearrangement(n.op, n.src[0].shape, n.shape) for n in toposort([root]) if n is not acc]
     side = side_of(data.draw, root.shape, F32)
     moved = unview(side, views)
     if moved is None:

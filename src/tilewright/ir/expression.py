@@ -132,7 +132,7 @@ def quantised_at_once(*roots: Node) -> dict[Node, Node]:
 
 
 @dataclass(frozen=True)
-class View:
+class Rearrangement:
     """A reshape or transpose of any value of shape `before`."""
 
     op: Reshape | Transpose
@@ -147,13 +147,13 @@ def views_outward(root: Node) -> Node:
     where an element stands. A side input that cannot be unviewed, or two operands under different views, stay as they are.
     """
     dependent = depends_on_acc((root,))
-    core: dict[Node, tuple[Node, tuple[View, ...]]] = {}  # value without its views; the views, inner first
+    core: dict[Node, tuple[Node, tuple[Rearrangement, ...]]] = {}  # value without its views; the views, inner first
     for n in toposort((root,)):
         if n not in dependent:
             core[n] = (n, ())
         elif isinstance(n.op, REARRANGE):
             inner, views = core[n.src[0]]
-            core[n] = (inner, _further(views, View(n.op, n.src[0].shape, n.shape)))
+            core[n] = (inner, _further(views, Rearrangement(n.op, n.src[0].shape, n.shape)))
         elif isinstance(n.op, ELEMENTWISE):
             core[n] = _under_views(n, dependent, core)
         else:
@@ -161,21 +161,21 @@ def views_outward(root: Node) -> Node:
     return _viewed(*core[root])
 
 
-def _further(views: tuple[View, ...], last: View) -> tuple[View, ...]:
+def _further(views: tuple[Rearrangement, ...], last: Rearrangement) -> tuple[Rearrangement, ...]:
     """Views followed by one more: two of a kind are one, and one that changes nothing is none."""
     if views and type(views[-1].op) is type(last.op):
         *rest, before = views
         op: Reshape | Transpose = last.op
         if isinstance(op, Transpose) and isinstance(before.op, Transpose):
             op = Transpose(tuple(before.op.perm[p] for p in op.perm))
-        views, last = tuple(rest), View(op, before.before, last.after)
+        views, last = tuple(rest), Rearrangement(op, before.before, last.after)
     still = last.before == last.after if isinstance(last.op, Reshape) else list(last.op.perm) == list(range(len(last.before)))
     return views if still else (*views, last)
 
 
 def _under_views(
-    n: Node, dependent: set[Node], core: Mapping[Node, tuple[Node, tuple[View, ...]]]
-) -> tuple[Node, tuple[View, ...]]:
+    n: Node, dependent: set[Node], core: Mapping[Node, tuple[Node, tuple[Rearrangement, ...]]]
+) -> tuple[Node, tuple[Rearrangement, ...]]:
     chains = {core[s][1] for s in n.src if s in dependent}
     views = next(iter(chains)) if len(chains) == 1 else ()
     blocked = isinstance(n.op, (Quantize, Dequantize)) and n.op.block is not None
@@ -191,13 +191,13 @@ def _under_views(
     return n.with_src([_viewed(*core[s]) for s in n.src]), ()
 
 
-def _viewed(inner: Node, views: Sequence[View]) -> Node:
+def _viewed(inner: Node, views: Sequence[Rearrangement]) -> Node:
     for v in views:
         inner = Node(v.op, inner)
     return inner
 
 
-def unview(side: Node, views: Sequence[View]) -> Node | None:
+def unview(side: Node, views: Sequence[Rearrangement]) -> Node | None:
     """The view of `side` that broadcasts against a value as `side` broadcasts against that value under `views`; None if none
     does."""
     if side.tensor.elements == 1:

@@ -36,6 +36,7 @@ from tilewright.ir.build import const, input_
 from tilewright.ir.fused import Apply, Result, Side, fused_gemm
 from tilewright.ir.graph import Graph, Node
 from tilewright.ir.ops import FUNCTIONS, Overflow
+from tilewright.ir.tokens import Tokens
 from tilewright.ir.types import Shape, TensorType, broadcast_shapes
 
 OPERATORS = {"+": "add", "-": "subtract", "*": "multiply", "/": "divide"}
@@ -53,7 +54,7 @@ _RESULTS = ("wrap", "saturate", "scale=tensor", "scale=row", "scale=column", "ze
 
 
 @dataclass
-class _Reader:
+class _Reader(Tokens):
     """Tokens (kind, text, column), and the graph inputs made so far."""
 
     text: str
@@ -91,9 +92,6 @@ class _Reader:
         """The column of the token taken last."""
         return self.tokens[max(self.at - 1, 0)][2]
 
-    def peek(self) -> tuple[str, str]:
-        return self.tokens[self.at][:2]
-
     def take(self, kind: str, wanted: str) -> str:
         if self.tokens[self.at][0] != kind:
             raise self.fail(wanted)
@@ -103,13 +101,6 @@ class _Reader:
     def sign(self, text: str) -> None:
         if not self.accept("sign", text):
             raise self.fail(text)
-
-    def accept(self, kind: str, text: str | None = None) -> str | None:
-        got = self.peek()
-        if got[0] == kind and (text is None or got[1] == text):
-            self.at += 1
-            return got[1]
-        return None
 
     def input(self, label: str, t: DType, shape: Shape) -> Node:
         used = {n.op.label for n in self.inputs}  # type: ignore[attr-defined]

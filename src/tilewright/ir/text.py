@@ -36,6 +36,7 @@ from tilewright.dtype import BY_NAME, OPAQUE, U64, DType
 from tilewright.errors import InputError, TilewrightError
 from tilewright.ir.graph import OPS, Graph, Node, Op, attributes, toposort
 from tilewright.ir.literal import Literal, literal
+from tilewright.ir.tokens import Tokens
 from tilewright.ir.types import TensorType, TupleType
 
 __all__ = ["parse", "print_expression", "print_graph", "print_with_literals"]
@@ -177,7 +178,7 @@ _WORDS = {"true": True, "false": False, "none": None, "nan": math.nan}
 T = TypeVar("T")
 
 
-class _Parser:
+class _Parser(Tokens):
     def __init__(self, text: str, literals: Mapping[str, Literal]) -> None:
         self.literals = literals
         self.tokens: list[tuple[str, str, int]] = []
@@ -205,21 +206,12 @@ class _Parser:
         """Something read already is wrong: `what`, in the line of the last token if not said."""
         raise InputError(what, where=f"line {line or self.tokens[self.at - 1][2]}")
 
-    def peek(self) -> tuple[str, str]:
-        return self.tokens[self.at][:2]
-
     def take(self, kind: str, exact: str | None = None) -> str:
         got, text, _ = self.tokens[self.at]
         if got != kind or (exact is not None and text != exact):
             self.fail(repr(exact) if exact else f"a {kind}")
         self.at += 1
         return text
-
-    def accept(self, kind: str, text: str) -> bool:
-        if self.peek() != (kind, text):
-            return False
-        self.at += 1
-        return True
 
     def sequence(self, item: Callable[[], T], close: str) -> list[T]:
         """Items between commas, up to and with the closing mark."""

@@ -130,7 +130,8 @@ def kernel_of(plan: Plan, schedule: Schedule) -> Kernel:
 
 
 class Unsupported(Exception):  # noqa: N818
-    """The sentence why a problem has no kernel; raised wherever a plan is made, and made a `Refusal` in `planned`."""
+    """The sentence why a problem has no kernel; raised wherever a plan is made, and made a `Refusal` in `planned`. No user sees
+    it, unlike `errors.UnsupportedError`: another candidate does the problem."""
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from functools import partial
 
 import torch
 
-from tilewright.candidates.llvm.attention.kernel import AttentionWriter, Heads
+from tilewright.candidates.llvm.attention.kernel import AttentionNest, AttentionWriter
 from tilewright.candidates.llvm.expressions.vector import check
 from tilewright.candidates.llvm.gemm.dots import DOTS, Choice, choose
 from tilewright.candidates.llvm.gemm.nest import Blocks, Nest
@@ -27,7 +27,7 @@ from tilewright.schedule.candidate import ATTENTION, CPU, Candidate, FixedPlan, 
 from tilewright.schedule.problem import AttentionProblem
 
 
-def heads_of(problem: AttentionProblem, target: Target) -> Heads:
+def attention_nest(problem: AttentionProblem, target: Target) -> AttentionNest:
     """The attention to generate.
 
     Raises:
@@ -60,7 +60,7 @@ def heads_of(problem: AttentionProblem, target: Target) -> Heads:
 
     queries_at = of_operand(q, columns_last=True)
     seen = of_operand(broadcast(mask[0], (batch, heads, queries, keys)), columns_last=True) if mask else None
-    return Heads(
+    return AttentionNest(
         batch,
         heads,
         heads // key_heads,
@@ -86,16 +86,18 @@ def _instruction(operands: Sequence[DType], chip: Chip) -> Choice | None:
     return choose(F32, F32, F32, chip)
 
 
-def _build(problem: AttentionProblem, heads: Heads, schedule: Schedule) -> Kernel:
-    kernel, first = engine.function(module_text(heads)), heads.output.sources
-    read = sorted({n.op.index for n in toposort(heads.roots) if isinstance(n.op, Param)})
-    alone, one = heads.scratch(1), problem.ops <= ONE_THREAD_OPS
+def _build(problem: AttentionProblem, attention: AttentionNest, schedule: Schedule) -> Kernel:
+    kernel, first = engine.function(module_text(attention)), attention.output.sources
+    read = sorted({n.op.index for n in toposort(attention.roots) if isinstance(n.op, Param)})
+    alone, one = attention.scratch(1), problem.ops <= ONE_THREAD_OPS
 
     def prepare(weights: Mapping[int, torch.Tensor]) -> Runner:
-        makers = [maker(s.root.shape, s.root.dtype.to_torch()) for s in heads.output.stores]
-        return bound(Call(kernel, heads.pointers, read, first, makers, alone, heads.scratch(2) - alone, one, 0), keep=None)
+        makers = [maker(s.root.shape, s.root.dtype.to_torch()) for s in attention.output.stores]
+        return bound(
+            Call(kernel, attention.pointers, read, first, makers, alone, attention.scratch(2) - alone, one, 0), keep=None
+        )
 
-    return Kernel(CANDIDATE.name, schedule, prepare, workspace_bytes=heads.scratch(torch.get_num_threads()))
+    return Kernel(CANDIDATE.name, schedule, prepare, workspace_bytes=attention.scratch(torch.get_num_threads()))
 
 
 def plan(problem: AttentionProblem, target: Target) -> FixedPlan:
@@ -105,15 +107,15 @@ def plan(problem: AttentionProblem, target: Target) -> FixedPlan:
         Unsupported: the sentence why there is none.
     """
     engine.require()
-    heads = heads_of(problem, target)
-    nest = heads.scores
+    attention = attention_nest(problem, target)
+    nest = attention.scores
     point = Schedule.of(instruction=nest.dot.instruction, mr=nest.blocks.mr, nr=nest.nr)
-    return FixedPlan((point,), partial(_build, problem, heads))
+    return FixedPlan((point,), partial(_build, problem, attention))
 
 
-def module_text(heads: Heads) -> str:
+def module_text(attention: AttentionNest) -> str:
     """The kernel's IR for the processor at hand."""
-    return AttentionWriter(heads).write().text(*engine.host())
+    return AttentionWriter(attention).write().text(*engine.host())
 
 
 CANDIDATE = Candidate("llvm_attention", ATTENTION, CPU, 5, plan)

@@ -28,8 +28,8 @@ NAN = "0x7FF8000000000000"
 
 
 @dataclass(frozen=True)
-class Heads:
-    """One attention to generate.
+class AttentionNest:
+    """The loop nests of an attention: of its two products, with what happens between them.
 
     Attributes:
         batch, heads, shared: B, Hq, and queries' heads a key's head serves.
@@ -108,19 +108,19 @@ class _Keys(GemmWriter):
 class AttentionWriter(GemmWriter):
     """Writes an attention as a module with an entry `python(pointers…, threads, 0)`."""
 
-    def __init__(self, heads: Heads):
-        super().__init__(heads.output)
-        self.heads = heads
+    def __init__(self, attention: AttentionNest):
+        super().__init__(attention.output)
+        self.attention = attention
 
     def _fuses_epilogue(self) -> bool:
         """Say no: its micro-kernels fill tiles, which the softmax and the stores read."""
         return False
 
     def _rhs(self, f: Function) -> str:
-        return self._scratch(f, self.heads.values_at)
+        return self._scratch(f, self.attention.values_at)
 
     def write(self) -> Module:
-        _Keys(self.heads.scores, self.module).write()
+        _Keys(self.attention.scores, self.module).write()
         self._pack_rhs()
         self._tile_kernels(more=True)
         self._softmax()
@@ -130,12 +130,12 @@ class AttentionWriter(GemmWriter):
         return self.module
 
     def _accumulated(self, vectors: Vectors, acc: str) -> str:
-        return vectors.convert(acc, F32, self.heads.result)
+        return vectors.convert(acc, F32, self.attention.result)
 
     # -- one tile of queries
 
     def _attend(self) -> None:
-        h, n, s = self.heads, self.nest, self.heads.scores
+        h, n, s = self.attention, self.nest, self.attention.scores
         f = self._function("attend")
         queries = self._scratch(f, f.add(h.threads_at, f.mul(f.thread_number(), h.thread_bytes)))
         scores = f.at(queries, h.queries_bytes)
@@ -181,28 +181,20 @@ class AttentionWriter(GemmWriter):
         f.finish()
 
     def _copy_queries(self, f: Function, sources: Callable[[Node], str], row: Int, count: Int, to: str) -> None:
-        s, d = self.heads.scores, self.nest.dot
-        lanes = s.vector
+        s, d = self.attention.scores, self.nest.dot
         with f.loop(0, count) as loop:
-            at = f.add(row, loop.index)
 
-            def one(column: Int, mask: str | None) -> None:
-                vectors = Vectors(f, s.lhs, lanes, Columns(column, True, mask), sources)
-                value = self._operand(vectors, at, "lhs")
+            def store(column: Int, value: str) -> None:
                 offset = f.add(f.mul(loop.index, s.lhs_stride), f.mul(column, 4 // d.k))
                 f.store(d.operand, value, f.at(to, offset), 4)
 
-            whole = s.K // lanes * lanes
-            with f.loop(0, whole, lanes) as inner:
-                one(inner.index, None)
-            if s.K % lanes:
-                one(whole, f.first_lanes(lanes, s.K - whole))
+            self._vectors_of_row(f, s, sources, f.add(row, loop.index), store)
 
     # -- softmax
 
     def _softmax(self) -> None:
         """A tile's scores, panel by panel, into weights in the same place."""
-        h, s = self.heads, self.heads.scores
+        h, s = self.attention, self.attention.scores
         lanes, t = s.nr, vec(s.nr, "float")
         args = [("ptr", "scores"), ("i64", "row"), ("i64", "query"), ("i64", "rows")]
         f = self._function("softmax", *args)

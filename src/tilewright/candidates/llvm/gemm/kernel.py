@@ -181,24 +181,15 @@ class GemmWriter:
             turn = f.rem(loop.index, d.rows)
             line = f.add(f.mul(f.sub(loop.index, turn), n.lhs_stride), f.mul(turn, d.lane_bytes))
 
-            def one(column: Int, mask: str | None, total: str) -> str:
-                vectors = Vectors(f, n.lhs, n.vector, Columns(column, True, mask), sources)
-                value = self._operand(vectors, row, "lhs")
+            def store(column: Int, value: str) -> None:
                 if n.blocks.pack_lhs:
                     pass_, at = f.div(column, n.blocks.kc), f.rem(column, n.blocks.kc)
                     place = f.mul(f.mul(pass_, n.lhs_panels), n.lhs_panel_bytes)
                     offset = f.add(place, f.add(line, f.mul(at, d.rows * d.lane_bytes // d.k)))
                     for i, (type_, part) in enumerate(self._by_group(f, value)):
                         f.store(type_, part, f.at("%to", f.add(offset, i * d.rows * d.lane_bytes)), 4)
-                return d.emit(f, total, value, "splat (i8 1)") if n.choice.compensation else total
 
-            whole = n.K // n.vector * n.vector
-            zero = [(d.accumulator, "zeroinitializer")]
-            with f.loop(0, whole, n.vector, zero) as inner:
-                inner.next = [one(inner.index, None, inner.carried[0])]
-            total = inner.carried[0]
-            if n.K % n.vector:
-                total = one(whole, f.first_lanes(n.vector, n.K - whole), total)
+            (total,) = self._vectors_of_row(f, n, sources, row, store, ("zeroinitializer",))
             if n.choice.compensation:
                 i32 = f.intrinsic(f"llvm.vector.reduce.add.v{d.lanes * d.rows}i32", "i32", (d.accumulator, total))
                 times = d.lanes if d.rows > 1 else 1  # that each sum is in it, once for a column
@@ -206,6 +197,29 @@ class GemmWriter:
                     "i32", f.v(f"mul i32 {i32}, {n.choice.compensation // times}"), f.at("%compensation", f.mul(inside, 4)), 4
                 )
         f.finish()
+
+    def _vectors_of_row(
+        self,
+        f: Function,
+        n: Nest,
+        sources: Callable[[Node], str],
+        row: Int,
+        store: Callable[[Int, str], None],
+        sums: Sequence[str] = (),
+    ) -> Sequence[str]:
+        """Call `store(column, value)` with each vector along K of a row of the left operand, as the instruction multiplies it.
+        Gives `sums` of the accumulator's type; where signs are shifted, with all values added."""
+
+        def one(column: Int, mask: str | None, sums: Sequence[str]) -> list[str]:
+            vectors = Vectors(f, n.lhs, n.vector, Columns(column, True, mask), sources)
+            value = self._operand(vectors, row, "lhs")
+            store(column, value)
+            return [n.dot.emit(f, x, value, "splat (i8 1)") if n.choice.compensation else x for x in sums]
+
+        whole = n.K // n.vector * n.vector
+        with f.loop(0, whole, n.vector, [(n.dot.accumulator, x) for x in sums]) as loop:
+            loop.next = one(loop.index, None, loop.carried)
+        return one(whole, f.first_lanes(n.vector, n.K - whole), loop.carried) if n.K % n.vector else loop.carried
 
     def _by_group(self, f: Function, value: str) -> list[tuple[str, str]]:
         """Types and values of what of a packed vector of one row lies together."""
