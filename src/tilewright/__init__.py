@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from tilewright.rules.calibrate import scheme
     from tilewright.runtime.checkpoint import read_checkpoint, weights_of
     from tilewright.runtime.executable import Executable
-    from tilewright.runtime.packing import QuantizedWeight, pack
+    from tilewright.runtime.quantized_weight import QuantizedWeight, pack
 
 __version__ = "0.1.0"
 __all__ = [
@@ -51,8 +51,8 @@ _HOME = {
     "Executable": "tilewright.runtime.executable",
     "Linear": "tilewright.linear.module",
     "TilewrightError": "tilewright.errors",
-    "QuantizedWeight": "tilewright.runtime.packing",
-    "pack": "tilewright.runtime.packing",
+    "QuantizedWeight": "tilewright.runtime.quantized_weight",
+    "pack": "tilewright.runtime.quantized_weight",
     "quantize_": "tilewright.linear.replace",
     "read_checkpoint": "tilewright.runtime.checkpoint",
     "weights_of": "tilewright.runtime.checkpoint",

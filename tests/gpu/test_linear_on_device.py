@@ -8,7 +8,7 @@ import tilewright
 from tilewright.dtype import S4
 from tilewright.errors import InputError
 from tilewright.linear.kernels import FEW_ROWS
-from tilewright.runtime.packing import QuantizedWeight
+from tilewright.runtime.quantized_weight import QuantizedWeight
 from tilewright.runtime.weight_formats import from_torch_int4
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]

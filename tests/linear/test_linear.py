@@ -20,7 +20,7 @@ from tilewright.errors import InputError, TypeMismatchError
 from tilewright.linear import kernels, op
 from tilewright.linear.kernels import MOST_ROWS_OF_A_CPU, pieces, rungs
 from tilewright.m_dispatch import MOST_ROWS
-from tilewright.runtime.packing import QuantizedWeight, pack
+from tilewright.runtime.quantized_weight import QuantizedWeight, pack
 
 LIMIT = {torch.float32: 2e-6, torch.bfloat16: 3e-3, torch.float16: 3e-4}
 

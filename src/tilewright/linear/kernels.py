@@ -23,7 +23,7 @@ from tilewright.ir.literal import Literal
 from tilewright.ir.ops import Const
 from tilewright.ir.types import TensorType
 from tilewright.m_dispatch import MOST_ROWS, AnyRows, compile_rows
-from tilewright.runtime.packing import QuantizedWeight
+from tilewright.runtime.quantized_weight import QuantizedWeight
 from tilewright.schedule.buckets import Buckets
 from tilewright.schedule.search import Progress
 

@@ -15,7 +15,7 @@ from tilewright.ir.ops.functions import BITS_TYPE
 from tilewright.linear.kernels import Signature, tune
 from tilewright.linear.op import forget, kernels_for, linear, plain_linear
 from tilewright.runtime.checkpoint import Checkpoint, read_checkpoint
-from tilewright.runtime.packing import QuantizedWeight, pack
+from tilewright.runtime.quantized_weight import QuantizedWeight, pack
 from tilewright.schedule.buckets import Buckets
 from tilewright.schedule.search import Progress
 

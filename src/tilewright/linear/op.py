@@ -16,7 +16,7 @@ from torch.utils.weak import TensorWeakRef, WeakTensorKeyDictionary
 from tilewright.dtype import dtype
 from tilewright.errors import InputError, TypeMismatchError
 from tilewright.linear.kernels import Kernels, Signature
-from tilewright.runtime.packing import QuantizedWeight
+from tilewright.runtime.quantized_weight import QuantizedWeight
 
 BIAS = 4  # of the arguments behind the packed codes
 NAME = "tilewright::linear"

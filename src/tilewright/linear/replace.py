@@ -17,7 +17,7 @@ from tilewright.errors import InputError, TypeMismatchError, check_type
 from tilewright.linear.module import Linear
 from tilewright.rules.calibrate import shares
 from tilewright.runtime.checkpoint import Checkpoint, some
-from tilewright.runtime.packing import QuantizedWeight, pack
+from tilewright.runtime.quantized_weight import QuantizedWeight, pack
 
 SCHEMES = (
     "w4g32, w4g64, w4g128, w8, w8g128 (any group; one scale a row without); z after for zero points (w4g64z), "

@@ -1,7 +1,8 @@
-"""Readers of other tools' layouts of few-bit weights, into `QuantizedWeight`, bit for bit.
+"""Readers of weights that other tools quantised: GPTQ, AWQ, compressed-tensors, torch's int4.
 
-Every reader takes the tensors of one layer as they stand in a checkpoint. Zero points that are the middle code everywhere are
-dropped, whatever a label says: the codes are then signed, which costs a kernel less.
+Every reader takes the tensors of one layer as they stand in a checkpoint, and gives the same weight, bit for bit, as a
+`QuantizedWeight`. `checkpoint` opens the files and calls the reader that fits. Zero points that are the middle code everywhere
+are dropped, whatever a label says: the codes are then signed, which costs a kernel less.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import torch
 from tilewright.dtype import S4, S8, U4, U8
 from tilewright.errors import InputError, TypeMismatchError, UnsupportedError
 from tilewright.ir.few_bits import unpack_halves
-from tilewright.runtime.packing import QuantizedWeight
+from tilewright.runtime.quantized_weight import QuantizedWeight
 
 # Column of 8 that each 4 bits of a word hold, from the lowest (AutoAWQ 0.2.9, awq/modules/linear/gemm.py)
 AWQ_COLUMNS = (0, 2, 4, 6, 1, 3, 5, 7)

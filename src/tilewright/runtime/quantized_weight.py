@@ -1,4 +1,8 @@
-"""Weights of a few bits: one form for whatever made them, quantised here or read from somebody's checkpoint."""
+"""The one form in which a weight of a few bits is held (`QuantizedWeight`), and the quantiser of float matrices (`pack`).
+
+`weight_formats` makes one of the tensors that another tool wrote, `checkpoint` of a file's layer. None of them knows kernels,
+which copy the weight into orders of their own when a program is prepared.
+"""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ import tilewright
 from tilewright.dtype import S4, S8, S16, U4, U8
 from tilewright.errors import InputError, TypeMismatchError
 from tilewright.ir.few_bits import pack_halves, unpack_halves
-from tilewright.runtime.packing import QuantizedWeight, pack
+from tilewright.runtime.quantized_weight import QuantizedWeight, pack
 
 TYPES = {"s4": S4, "u4": U4, "s8": S8, "u8": U8}
 
