@@ -6,13 +6,14 @@ import random
 import pytest
 import torch
 from fake_candidate import Fake
-from races import steady
+from races import StillMeter, steady
 
 from tilewright.hardware.detect import detect
 from tilewright.hardware.load import Load, Sample
 from tilewright.ir.notation import parse
 from tilewright.schedule import bench, measure
 from tilewright.schedule import search as search_module
+from tilewright.schedule.candidate import Kernel
 from tilewright.schedule.cost import Phase, Work, clock_ghz
 from tilewright.schedule.measure import time_interleaved
 from tilewright.schedule.problem import problem_of
@@ -141,6 +142,43 @@ def test_times_that_lie_far_apart_are_noise_though_the_machine_seems_quiet(plant
     )
     planted(Load(), {run: lambda: (100, 100, 0)})
     assert time_interleaved([run], "cpu", budget_s=0.0, min_rounds=8).noise == ""
+
+
+def test_on_a_busy_machine_two_threads_are_one_for_the_race(monkeypatch, request):
+    """And where there are too many for that, only calls count in which none waited."""
+    before = torch.get_num_threads()
+    request.addfinalizer(lambda: torch.set_num_threads(before))
+    torch.set_num_threads(2)
+    counts = []
+
+    class Counting(Fake):
+        def build(self, schedule):
+            return Kernel(
+                self.name, schedule, lambda weights: lambda s: counts.append(torch.get_num_threads()) or [s[0] @ s[1]]
+            )
+
+    def raced(load, few):
+        monkeypatch.setattr(bench, "Meter", StillMeter(load))
+        monkeypatch.setattr(measure, "Meter", StillMeter(load))
+        monkeypatch.setattr(bench, "FEW_THREADS", few)
+        made = bench.Bench(PROBLEM, CPU, {})
+        assert made.attempt(7, Counting("counting"), search_module.Schedule()).fault is None
+        counts.clear()
+        return made.times([7], 0.0)
+
+    race = raced(BUSY, 4)
+    assert set(counts) == {1} and race.exact and race.noise == f"{NOISE}; kernels raced on one thread"
+    assert torch.get_num_threads() == 2
+    race = raced(BUSY, 1)
+    assert set(counts) == {2} and not race.exact and race.noise == NOISE
+    assert set(counts) == {2} and raced(Load(), 4).noise == ""
+
+
+def test_threads_that_wait_for_each_other_are_compared_where_none_waited_alone():
+    slow, fast = [(4000, 4000, 0)] * 4, [(300, 300, 0)] * 8
+    race = Race({0: laps(*fast), 1: laps(*slow, *[(4000, 4000, 900)] * 4)}, NOISE, exact=False)
+    assert not race.beats(0, 1, 0.03) and Race(race.laps, NOISE).beats(0, 1, 0.03)
+    assert Race({0: laps(*fast), 1: laps(*slow, *slow)}, NOISE, exact=False).beats(0, 1, 0.03)
 
 
 class Modelled(Fake):

@@ -10,10 +10,11 @@ from typing import TypeVar
 
 import torch
 
+from tilewright.hardware.load import Meter
 from tilewright.hardware.target import Target
 from tilewright.schedule.candidate import LAST_RESORT, LIBRARIES, Candidate, Kernel, Runner, Schedule, kernel_of, plan_for
 from tilewright.schedule.expected import Expected, expect
-from tilewright.schedule.guard import guarded, intact, preparing
+from tilewright.schedule.guard import guarded, intact, preparing, threads
 from tilewright.schedule.measure import Cold, Fault, Pace, examine, time_interleaved
 from tilewright.schedule.problem import AnyProblem
 from tilewright.schedule.race import Race
@@ -23,6 +24,7 @@ T = TypeVar("T")
 
 LARGE_BYTES = 16 << 20  # of a problem, from which a GPU draws its data and computes its right results
 OPS_A_BYTE = 64
+FEW_THREADS = 4  # whose kernels stand in the same order on one
 UNCHECKED = "its results cannot be checked"  # begins the sentence where the oracle gives none on random data
 
 
@@ -89,7 +91,7 @@ class Bench:
         self._before = Cold(target, self._sources, problem.weights) if cold else None
         self._expected: dict[float, Expected] = {}
         self._kernels: dict[int, tuple[Candidate, Kernel]] = {}
-        self._pace = Pace()
+        self._pace, self._meter = Pace(), Meter(target.device, torch.get_num_threads())
         self._runners: dict[int, Runner] = {}
         self.expect_s = 0.0
         self.lost: dict[int, Attempt] = {}
@@ -170,14 +172,20 @@ class Bench:
         return fault
 
     def times(self, keys: Sequence[int], budget_s: float) -> Race:
-        """The race of points that passed, by key."""
+        """The race of points that passed, by key. Where other processes have the cores, a few threads are one for it: how long
+        several wait for each other says nothing of a kernel."""
 
         def at(i: int) -> None:
             self._at(keys[i])
 
         runs = [lambda r=self._runners[k]: r(self._sources) for k in keys]
-        race = time_interleaved(runs, self._target.device, budget_s=budget_s, at=at, before=self._before)
-        return Race({k: race.laps[i] for i, k in enumerate(keys)}, race.noise)
+        device, count = self._target.device, torch.get_num_threads()
+        noise = self._meter.load().noise if device == "cpu" and 1 < count <= FEW_THREADS else ""
+        with threads(1 if noise else count):
+            race = time_interleaved(runs, device, budget_s=budget_s, at=at, before=self._before)
+        self._meter = Meter(device, count)
+        noise = f"{noise}; kernels raced on one thread" if noise else race.noise
+        return Race({k: race.laps[i] for i, k in enumerate(keys)}, noise, race.exact)
 
     def close(self) -> None:
         """End the bench; nothing more may be asked of it."""

@@ -257,7 +257,8 @@ def time_interleaved(
         if done + 1 >= min_rounds and time.perf_counter() - start > budget_s:
             break
     noise = meter.load().noise
-    race = Race({i: Laps.of(taken or [first[i]]) for i, taken in enumerate(laps)}, noise)
+    exact = device != "cpu" or torch.get_num_threads() == 1
+    race = Race({i: Laps.of(taken or [first[i]]) for i, taken in enumerate(laps)}, noise, exact)
     return race if noise else replace(race, noise=scatter(race))
 
 

@@ -1,8 +1,9 @@
 """Races: contenders take turns in short rounds, and what they took is compared round by round.
 
 On a quiet machine the clock's low quartile counts. While other processes have the cores, only those calls count in which no
-thread waited for a core; where these are few, that waiting is taken off. There a difference counts only if chance hardly makes
-it, so that what cannot be told apart is left to the order that the cost model gives.
+thread waited for a core; where these are few, that waiting is taken off the time of one thread. Several wait for each other as
+well, which no counter tells from work, so there nothing is told apart. A difference counts only if chance hardly makes it. What
+cannot be told apart is left to the order that the cost model gives.
 """
 
 from __future__ import annotations
@@ -46,10 +47,17 @@ class Laps:
 
 @dataclass(frozen=True)
 class Race:
-    """The laps of contenders, by key, and why they are not reliable (`noise`; "" if they are)."""
+    """The laps of contenders, by key.
+
+    Attributes:
+        laps: the calls of each.
+        noise: why they are not reliable, "" if they are.
+        exact: waiting could be told from work: one thread ran, or a GPU's own events say how long it worked.
+    """
 
     laps: Mapping[int, Laps]
     noise: str = ""
+    exact: bool = True
 
     def us(self, key: int) -> float:
         """The time in µs that counts for a contender; infinity for one that did not come back."""
@@ -64,8 +72,10 @@ class Race:
         """Tell whether a contender is faster than another by more than `band`, and was in most rounds; where times are not
         reliable, in so many that chance hardly explains it."""
         a, b = self._paired(one, other)
+        if not self.laps[one].wall_us or not self.laps[other].wall_us:
+            return bool(self.laps[one].wall_us)
         if not a or not b:
-            return bool(a)
+            return False
         alone = min(len(a), len(b)) == 1
         if low_quartile(b) <= (1 + max(band, APART - 1 if alone and self.noise else 0.0)) * low_quartile(a):
             return False
@@ -85,7 +95,7 @@ class Race:
         both = [i for i, clean in enumerate(zip(a.clean, b.clean, strict=False)) if all(clean)]
         if len(both) >= CLEAN:
             return [a.wall_us[i] for i in both], [b.wall_us[i] for i in both]
-        return list(a.own_us), list(b.own_us)
+        return (list(a.own_us), list(b.own_us)) if self.exact else ([], [])
 
 
 def low_quartile(times: Sequence[float]) -> float:

@@ -430,7 +430,7 @@ class _Search:
                 else:
                     self._lose(trial.space, self._bench.lost[trial.key])
                 out.add(name)
-        return Race({t.key: race.laps[t.key] for t in trials}, race.noise)
+        return race
 
     def _first_of_the_fastest(self) -> _Trial:
         """The first that none beats: of the candidates in their order, then of that one's points."""

@@ -18,6 +18,7 @@ import socket
 import struct
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -159,7 +160,7 @@ class HostedBench:
         while alive:
             try:
                 race: Race = self._ask(("times", alive, budget_s), self._limit_s)
-                return Race({k: race.laps.get(k, Laps()) for k in keys}, race.noise)
+                return replace(race, laps={k: race.laps.get(k, Laps()) for k in keys})
             except DiedError as died:
                 at = self._fork_server.number(KEY)
                 culprit, _ = self._passed[at if at in alive else alive[0]]
