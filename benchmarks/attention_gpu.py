@@ -1,7 +1,7 @@
 """Generated attention beside torch's own kernels, on a CUDA device: decoding steps and prefill.
 
     python benchmarks/attention_gpu.py [--shape 1,32,8,1,4096,128] [--dtype bf16] [--sweep] [--points 10] [--rounds 15]
-                                       [--compiled SECONDS] [--json FILE]
+                                       [--compiled SECONDS ...] [--json FILE]
 
 A shape is batch, heads of queries, heads of keys, queries, keys, columns of a head, and maybe the word causal. Each has a table
 of kernels, fastest first: ours, point by point, and the backends of torch's scaled_dot_product_attention that take it. The
@@ -49,9 +49,9 @@ DEFAULTS = ("1,32,8,1,4096,128", "1,32,8,1,32768,128", "16,32,8,1,4096,128", "1,
 BACKENDS = (SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION)
 CALLS = 12  # of a graph: as many again have counters of their own without a step of the graph to clear them
 BEYOND_CACHE = 256 << 20  # bytes of all copies
-# Keys of a tile, warps and stages of the sweep; with one, two and more blocks an SM.
-SWEPT = ((64, 4, 3), (32, 4, 4), (64, 4, 2), (64, 4, 4), (64, 8, 3), (128, 4, 2), (128, 4, 3), (128, 8, 2), (128, 8, 3),
-         (128, 8, 4))  # fmt: skip
+# Keys of a tile, warps and stages of the sweep; with half an SM, one, two and three blocks of it.
+SWEPT = ((128, 4, 3), (64, 4, 5), (128, 4, 4), (64, 4, 6), (64, 4, 7), (32, 4, 8), (32, 4, 12), (128, 8, 4), (64, 8, 6),
+         (64, 4, 4), (64, 4, 3), (32, 4, 6))  # fmt: skip
 ERROR = 1e-2  # relative, in norm
 Point = tuple[str, Schedule]
 
@@ -137,11 +137,12 @@ def swept(problem: AttentionProblem, cores: int) -> Iterable[Schedule]:
     batch, heads, queries, _ = problem.operands[0].shape
     key_heads, keys = problem.operands[1].shape[1:3]
     rows = queries * heads // key_heads
-    for (tile_n, warps, stages), blocks, early in itertools.product(SWEPT, (1, 2, 3, 4), (True, None)):
-        parts = min(cores * blocks // (batch * key_heads), keys // tile_n)
+    for (tile_n, warps, stages), blocks in itertools.product(SWEPT, (0.5, 1, 2, 3)):
+        parts = min(int(cores * blocks) // (batch * key_heads), keys // tile_n)
         ring = (stages - 1) * tile_n * problem.operands[0].shape[3] * 4
-        usual = (tile_n, warps, stages) == SWEPT[0]
-        if rows <= 64 and parts > 0 and ring * blocks < 220 << 10 and (early or usual):
+        room = (220 << 10) // ring
+        if rows <= 64 and parts > 0 and blocks <= room:
+            early = True if blocks in (room, 0.5) or room == 1 else None
             yield Schedule.of_point(TileConfig(power(rows), tile_n, warps, stages, "online", "ieee", parts, early))
 
 
@@ -266,9 +267,13 @@ def compiled(shape: Shape, budget_s: float, rounds: int) -> tuple[float, str]:
 @click.option("--sweep", is_flag=True, help="More sizes of the kernel that splits keys.")
 @click.option("--points", "count", default=10, show_default=True, help="Points of each generator, the most promising first.")
 @click.option("--rounds", default=15, show_default=True)
-@click.option("--compiled", "budget_s", default=0.0, help="Seconds in which a program is compiled, too.")
+@click.option(
+    "--compiled", "budgets_s", multiple=True, type=float, help="Seconds in which a program is compiled, too; 0: untimed."
+)
 @click.option("--json", "file", type=click.Path(dir_okay=False, path_type=Path), help="Where all times go.")
-def main(shapes: tuple[str, ...], kind: str, sweep: bool, count: int, rounds: int, budget_s: float, file: Path | None) -> None:
+def main(
+    shapes: tuple[str, ...], kind: str, sweep: bool, count: int, rounds: int, budgets_s: tuple[float, ...], file: Path | None
+) -> None:
     """Time generated attention beside torch's own."""
     chosen = [shape_of(text, dtype(kind)) for text in shapes or DEFAULTS]
     target = with_ceilings(detect("cuda"))
@@ -285,7 +290,7 @@ def main(shapes: tuple[str, ...], kind: str, sweep: bool, count: int, rounds: in
         print("| us | in a cache | of limit | kernel |\n|--:|--:|--:|---|", flush=True)
         for name, (cold, warm) in sorted(times.items(), key=lambda item: item[1]):
             print(f"| {cold:.2f} | {warm:.2f} | {limit / cold:.2f} | {name} |", flush=True)
-        if budget_s > 0:
+        for budget_s in budgets_s:
             us, what = compiled(shape, budget_s, rounds)
             print(f"compiled in {budget_s:g} s: {us:.2f} us by {what}", flush=True)
         if file is not None:

@@ -15,6 +15,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from tilewright.candidates.triton.attention._kernel import (
+    HIDDEN,
     base_of,
     carry,
     inverse_of,
@@ -53,13 +54,17 @@ def split_attention(parts, counters, factors, side, config, load_q, load_k, load
 def part_of_keys(part, head, tile, factors, side, config, load_q, load_k, load_v, score):
     """Sums of values, the largest scores and sums of weights over one part of the keys, whole tiles of them."""
     ragged: tl.constexpr = config.keys % config.tile_n > 0
+    short: tl.constexpr = config.queries % config.tile_m > 0
     _, rows, row_mask = queries_of(head, tile, config)
-    q = load_q(rows, row_mask, config.queries % config.tile_m > 0, side)
+    if not config.copies_queries:
+        q = load_q(rows, row_mask, short, side)
     begin = part * config.chunks // config.split_kv * config.tile_n
     end = tl.minimum((part + 1) * config.chunks // config.split_kv * config.tile_n, config.keys)
     acc = tl.zeros([config.tile_m, config.width], tl.float32)
     row_max, row_sum = nothing_seen(config)
     for start in range(begin, end, config.tile_n):
+        if config.copies_queries:  # what seems to depend on the step is copied with its keys, which do not wait for it
+            q = load_q(rows + (start >> 31), row_mask, short, side)
         scores = scores_of(q, start, ragged, head, tile, side, config, load_k, score)
         weights, alpha, row_max, row_sum = carry(scores, row_max, row_sum, factors, config)
         acc = acc * alpha[:, None]
@@ -90,31 +95,52 @@ def statistics_of(parts, own, config):
 
 @triton.jit
 def combined(parts, block, factors, config):
-    """A tile's result: the parts brought to the largest score of all, added up, over the sum of all weights."""
-    first = block * config.split_kv
-    rows, columns = tl.arange(0, config.kept_rows), tl.arange(0, config.width)
-    row_max = tl.max(maxima(parts, first, 0, config.padded_parts, rows, config), 0)
-    base = base_of(row_max, config)
-    acc = tl.zeros([config.at_once, config.kept_rows, config.width], tl.float32)
-    row_sum = tl.zeros([config.at_once, config.kept_rows], tl.float32)
-    for i in tl.static_range(0, config.split_kv, config.at_once):
-        each = i + tl.arange(0, config.at_once)
-        there = each < config.split_kv
-        place = (first + each)[:, None, None] * (config.kept_rows * config.width)
-        place += rows[None, :, None] * config.width + columns[None, None, :]
-        sums = tl.load(parts + place, mask=there[:, None, None], other=0.0, cache_modifier=".cg")
-        at = statistics_of(parts, first + each, config)[:, None] + config.kept_rows + rows[None, :]
-        weights = tl.load(at, mask=there[:, None], other=0.0, cache_modifier=".cg")
-        before = maxima(parts, first, i, config.at_once, rows, config)
-        alpha = tl.exp(before - base[None, :]) if config.exact else tl.exp2((before - base[None, :]) * factors[0])
-        acc += sums * alpha[:, :, None]
-        row_sum += weights * alpha
-    return tl.sum(acc, 0) * inverse_of(tl.sum(row_sum, 0), config)[:, None]
+    """A tile's result: the parts brought to the largest score of all, added up, over the sum of all weights.
+
+    A thread has some columns of all parts, four by four, and the maxima and sums of weights of their rows, so that threads
+    exchange nothing. All that fits into registers is asked for at once.
+    """
+    groups: tl.constexpr = config.kept_rows * config.width // 4
+    acc = tl.zeros([groups, 4], tl.float32)
+    row_max, row_sum = tl.full([groups], HIDDEN, tl.float32), tl.zeros([groups], tl.float32)
+    acc, row_max, row_sum = add(acc, row_max, row_sum, parts, block, 0, factors, config)
+    for i in tl.range(config.at_once, config.split_kv, config.at_once, num_stages=1):
+        acc, row_max, row_sum = add(acc, row_max, row_sum, parts, block, i, factors, config)
+    return (acc * inverse_of(row_sum, config)[:, None]).reshape(config.kept_rows, config.width)
 
 
 @triton.jit
-def maxima(parts, first, i, count: tl.constexpr, rows, config):
-    """The largest scores of so many parts from the i-th on, minus infinity for those that do not exist."""
-    each = i + tl.arange(0, count)
-    at = statistics_of(parts, first + each, config)[:, None] + rows[None, :]
-    return tl.load(at, mask=(each < config.split_kv)[:, None], other=float("-inf"), cache_modifier=".cg")
+def add(acc, row_max, row_sum, parts, block, i, factors, config):
+    """Adds `at_once` parts from the i-th on to those before, all brought to the largest score so far."""
+    first = block * config.split_kv
+    sums = sums_of(parts, first, i, config)
+    tl.debug_barrier()  # or ptxas would ask for them when it has what follows
+    before = statistic_of(parts, first, i, 0, HIDDEN, config)
+    weights = statistic_of(parts, first, i, config.kept_rows, 0.0, config)
+    new_max = tl.maximum(row_max, tl.max(before, 1))
+    base = base_of(new_max, config)
+    if config.exact:
+        alpha, each = tl.exp(row_max - base), tl.exp(before - base[:, None])
+    else:
+        alpha, each = tl.exp2((row_max - base) * factors[0]), tl.exp2((before - base[:, None]) * factors[0])
+    acc = acc * alpha[:, None] + tl.sum(sums * each[:, :, None], 1)
+    return acc, new_max, row_sum * alpha + tl.sum(weights * each, 1)
+
+
+@triton.jit
+def sums_of(parts, first, i, config):
+    """The sums of `at_once` parts from the i-th on, zeros for those that do not exist."""
+    each = i + tl.arange(0, config.at_once)
+    columns = tl.arange(0, config.kept_rows * config.width // 4)[:, None] * 4 + tl.arange(0, 4)[None, :]
+    place = columns[:, None, :] + (first + each)[None, :, None] * (config.kept_rows * config.width)
+    return tl.load(parts + place, mask=(each < config.split_kv)[None, :, None], other=0.0, cache_modifier=".cg")
+
+
+@triton.jit
+def statistic_of(parts, first, i, at: tl.constexpr, other: tl.constexpr, config):
+    """The largest scores, or the sums of weights behind them, of `at_once` parts from the i-th on, for all columns four by
+    four."""
+    each = i + tl.arange(0, config.at_once)
+    row = tl.arange(0, config.kept_rows * config.width // 4) // (config.width // 4)
+    place = statistics_of(parts, first + each, config)[None, :] + at + row[:, None]
+    return tl.load(place, mask=(each < config.split_kv)[None, :], other=other, cache_modifier=".cg")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from itertools import islice, product
@@ -19,10 +20,26 @@ from tilewright.schedule.candidate import ATTENTION, GPU, Candidate, Kernel, Run
 from tilewright.schedule.problem import AttentionProblem
 
 MOST_DEPTH = 256  # of a head: past that neither operands nor sums fit into registers and shared memory
-# Of programs that share the keys of few queries: tile_n, num_warps, num_stages.
-SPLIT = ((64, 4, 3), (64, 4, 4), (128, 8, 3), (32, 4, 4), (128, 4, 3), (64, 4, 2))
+# Of programs that share the keys of few queries: tile_n, num_warps, num_stages. First those of which an SM holds one: so the
+# programs of a call are spread evenly, however the ones of the call before lie.
+SPLIT = (
+    (128, 4, 3),
+    (64, 4, 5),
+    (128, 4, 4),
+    (64, 4, 6),
+    (32, 4, 8),
+    (64, 4, 4),
+    (64, 4, 3),
+    (32, 4, 4),
+    (128, 4, 2),
+    (64, 4, 2),
+)
 MOST_ROWS = 64  # of such a program: past that a tile's partial sums are more to write than keys and values are to read
 LEAST_KEYS = 256  # below, one program has them all before the parts of others could be brought together
+MEMORY_BYTES_PER_US, SM_BYTES_PER_US = 4.3e6, 4.5e4  # of an H200, and what one of its SMs has been seen to read
+START_US = 6.0  # from the launch until the first keys come, and from the last ones until all parts are left and counted
+TILE_US, LATENCY_US = 0.6, 1.5  # of the products and the softmax of a tile, and from asking for a tile until it is there
+COMBINED_BYTES_PER_US = 6e4  # of what the parts have found, read by one SM
 HELD = 64  # scores of a thread, at most: as many again are needed while they are computed
 POINTS = 10
 # tile_m, tile_n, num_warps, num_stages, in the order in which they are expected to serve:
@@ -52,7 +69,7 @@ class Plan:
     def leading(self) -> Schedule | None:
         """The first point, if it splits keys: without that few programs read them all, whichever kernel it is."""
         first = next(iter(self.schedules()), None)
-        return first if first is not None and first.point(TileConfig).split_kv is not None else None
+        return first if first is not None and (first.point(TileConfig).split_kv or 1) > 1 else None
 
     def compile(self, schedule: Schedule) -> None:
         self.machine_code(schedule)
@@ -141,16 +158,54 @@ def split_points(heads: Heads, arch: Arch, shared: int, cores: int) -> Iterable[
         return
     wide = heads.mma_dtype is F32
     tile_m, blocks = power(grouped.queries), heads.batch * grouped.heads
-    each = heads.mma_dtype.bits // 8
-    depth, width = power(heads.depth), power(heads.width)
-    exact = wide and arch.capability >= 80
+    width = power(heads.width)
+    precision = "tf32x3" if wide and arch.capability >= 80 else "ieee"
+    found: list[tuple[float, TileConfig]] = []
     for tile_n, warps, stages in SPLIT:
-        taken = each * (tile_m * depth + (stages - 1) * tile_n * (depth + width)) + 2 * tile_m * tile_n * each
+        taken = shared_bytes(heads, tile_m, tile_n, stages)
         at_once = min(shared // (taken + 1024), 2048 // (warps * arch.warp), 3)
-        parts = min(cores * at_once // blocks, heads.keys // tile_n)
-        if parts > 1 and tile_m * width <= 128 * warps * arch.warp:
-            precision = "tf32x3" if exact else "ieee"
-            yield TileConfig(tile_m, tile_n, warps, stages, "online", precision, parts, arch.capability >= 90 or None)
+        if not at_once or tile_m * width > 128 * warps * arch.warp:
+            continue
+        chunks = -(-heads.keys // tile_n)
+        most = [min(cores * n // blocks, chunks) for n in range(1, at_once + 1)]
+        for parts in dict.fromkeys([*most, *(most[0] >> n for n in range(1, 4))]):
+            if parts < 1:
+                continue
+            # Programs of the call after this one, where an SM has room for them, would lie beside one another there.
+            early = arch.capability >= 90 and (at_once == 1 or blocks * (parts + 1) > cores * at_once)
+            point = TileConfig(tile_m, tile_n, warps, stages, "online", precision, parts, early or None)
+            found.append((expected_us(grouped, point, cores, at_once), point))
+    yield from (point for _, point in sorted(found, key=lambda f: f[0]))
+
+
+def shared_bytes(heads: Heads, tile_m: int, tile_n: int, stages: int) -> int:
+    """Bytes of shared memory of a program that has a part of the keys, as Triton lays them out: one stage is in registers."""
+    columns, each = power(heads.depth) + power(heads.width), heads.mma_dtype.bits // 8
+    return each * ((stages - 1) * (tile_n * columns + tile_m * power(heads.depth)) + 2 * tile_m * tile_n)
+
+
+def expected_us(heads: Heads, tile: TileConfig, cores: int, at_once: int) -> float:
+    """The time of a call in which programs share keys, in microseconds, fitted to an H200's (docs/performance.md).
+
+    Args:
+        heads: the attention, with a head for each head of keys.
+        tile: the sizes.
+        cores: SMs.
+        at_once: programs of which an SM has room.
+    """
+    assert tile.split_kv is not None
+    programs, each = heads.batch * heads.heads * tile.split_kv, heads.mma_dtype.bits // 8
+    tile_bytes = tile.tile_n * (power(heads.depth) + power(heads.width)) * each
+    rounds = math.ceil(programs / (cores * at_once))
+    running = min(programs, cores * at_once)
+    # While a tile is multiplied, the others of the ring are on their way, but the one that takes its place.
+    memory_us = tile_bytes * max(running / MEMORY_BYTES_PER_US, math.ceil(running / cores) / SM_BYTES_PER_US)
+    waits = max(memory_us, TILE_US, LATENCY_US / (tile.num_stages - 1))
+    if tile.num_stages < 3:
+        waits += TILE_US
+    steps = rounds * math.ceil(math.ceil(heads.keys / tile.tile_n) / tile.split_kv)
+    sums = tile.split_kv * heads.queries * power(heads.width) * 4
+    return START_US + steps * waits + sums / COMBINED_BYTES_PER_US
 
 
 def _with_workspace(launch: Launch, workspace: tuple[int, int], device: torch.device) -> Launch:

@@ -66,6 +66,7 @@ class KernelConfig(TileConfig):
     masks_rows: bool  # a row may be fully masked, and gets zeros then if `zero_rows`
     zero_rows: bool
     rounds_weights: bool  # an expression is applied to the weights
+    copies_queries: bool  # they are multiplied as they lie in memory
 
     @property
     def tiles(self) -> int:
@@ -91,12 +92,7 @@ class KernelConfig(TileConfig):
     def at_once(self) -> int:
         """Parts that are added up at a time, a power of two: those that fit into registers."""
         most = LOADED * self.num_warps * 32 // (self.kept_rows * self.width)
-        return min(1 << max(most.bit_length() - 1, 0), self.padded_parts)
-
-    @property
-    def padded_parts(self) -> int:
-        """Parts of a tile of queries, filled up to a power of two."""
-        return power(self.split_kv or 1, least=1)
+        return min(1 << max(most.bit_length() - 1, 0), power(self.split_kv or 1, least=1))
 
     @property
     def workspace(self) -> tuple[int, int]:
@@ -196,9 +192,10 @@ class _Generated:
             shift=h.keys - queries if lower else 0,
             exact=exact,
             as_left=self.as_left,
-            masks_rows=masks_rows or (point.split_kv is not None and h.causal != "no"),  # a part of the keys may be hidden
+            masks_rows=masks_rows or (point.split_kv or 1) > 1,  # a part of the keys may be hidden, or have none
             zero_rows=h.zero_masked_rows and masks_rows,
             rounds_weights=h.on_weights is not None,
+            copies_queries=h.q.dtype is h.mma_dtype and h.q.reads_nothing_as_zero,
         )
 
     def functions(self, point: TileConfig) -> dict[str, Function]:
