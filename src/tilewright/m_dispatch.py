@@ -47,6 +47,9 @@ class AnyRows:
         target: where it runs.
     """
 
+    table: Buckets | None
+    target: Target
+
     def __init__(self, graph_at: GraphAt, table: Buckets | None, target: Target) -> None:
         self.table, self.target = table, target
         first, last = (1, MOST_ROWS) if table is None else (table.buckets[0].first, table.buckets[-1].last)

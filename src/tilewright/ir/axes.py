@@ -20,6 +20,8 @@ from tilewright.ir.types import Shape
 class Axis:
     """One axis of some extent above 1; once split, it stands for its parts."""
 
+    extent: int
+
     __slots__ = ("extent", "parts")
 
     def __init__(self, extent: int) -> None:

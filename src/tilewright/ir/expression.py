@@ -40,6 +40,8 @@ QUICK = frozenset({
 class Sources:
     """The sources of an operation under construction, each once; gives the `param` that stands for one."""
 
+    nodes: list[Node]
+
     def __init__(self, nodes: Sequence[Node] = ()) -> None:
         self.nodes = list(nodes)
 

@@ -28,6 +28,9 @@ class Literal:
         label: name of the weight in its source, or "" for a number written in the program.
     """
 
+    label: str
+    type: TensorType
+
     __slots__ = ("__weakref__", "_checked", "_key", "_load", "_tensor", "label", "type")
 
     def __init__(self, type: TensorType, load: Callable[[], torch.Tensor] | torch.Tensor, label: str = "") -> None:

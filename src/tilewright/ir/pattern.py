@@ -304,6 +304,10 @@ class Place:
         origin: the source's name of it, if any.
     """
 
+    node: Node
+    origin: str | None
+    src: tuple[Place | Node, ...]
+
     __slots__ = ("node", "origin", "readers", "settled", "src")
 
     def __init__(self, node: Node, src: tuple[Place | Node, ...], origin: str | None) -> None:

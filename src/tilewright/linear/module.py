@@ -40,13 +40,14 @@ class LayerWeight(QuantizedWeight):
         sides = self.zero_points, self.offsets, self.order
         return QuantizedWeight(self.code_type, self.packed, self.scales, self.in_features, self.group_size, *sides)
 
-    def _type(self) -> torch.dtype:
+    @property
+    def dtype(self) -> torch.dtype:  # pyright: ignore[reportIncompatibleMethodOverride, reportIncompatibleVariableOverride]
+        """The type of what the layer multiplies by, which is that of the scales."""
         return self.scales.dtype
 
-    def _coded(self, code_type: DType) -> None:
+    @dtype.setter
+    def dtype(self, code_type: DType) -> None:  # by the constructor  # pyright: ignore[reportIncompatibleVariableOverride]
         self.__dict__["_codes"] = code_type
-
-    dtype = property(_type, _coded)  # pyright: ignore[reportAssignmentType, reportIncompatibleVariableOverride]
 
     @property
     def code_type(self) -> DType:
@@ -124,6 +125,12 @@ class Linear(torch.nn.Module):
         bias: [out] or None; a parameter stays the same parameter.
         quantize_activations: multiply in 8 bits: each row of x is quantised by its largest magnitude.
     """
+
+    in_features: int
+    out_features: int
+    code_type: str
+    group_size: int
+    scheme: str
 
     packed: torch.Tensor
     scales: torch.Tensor

@@ -194,5 +194,5 @@ for name in (NAME, PLAIN):
     _library.impl(name, _linear, "CompositeExplicitAutograd")
     torch.library.register_fake(name, _shape, lib=_library)
 torch.library.register_autograd(NAME, _derivative, setup_context=_keep, lib=_library)
-linear = torch.ops.tilewright.linear.default
-plain_linear = torch.ops.tilewright.linear_without_derivative.default
+linear: Any = torch.ops.tilewright.linear.default
+plain_linear: Any = torch.ops.tilewright.linear_without_derivative.default

@@ -70,6 +70,9 @@ class Wanted:
         type: what it must be.
     """
 
+    name: str
+    type: TensorType
+
     def __init__(self, name: str, type: TensorType, device: str) -> None:
         self.name, self.type, self._device = name, type, device
         looked_at = type.dtype.kind == "opaque" or type.dtype.bits == 4  # every element

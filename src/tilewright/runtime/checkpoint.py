@@ -33,6 +33,8 @@ class Checkpoint:
         layers: names of the quantised layers, such as "model.layers.0.mlp.up_proj", with the format of each, or what it lacks.
     """
 
+    layers: dict[str, str]
+
     def __init__(self, files: list[TensorFile], labelled: int | None) -> None:
         self._file = {name: file for file in files for name in file.names}
         self._labelled = labelled

@@ -147,7 +147,8 @@ class Executable:
         self._start: list[Value] = [None] * len(slot)
         for node, value in self._ready.items():
             self._start[slot[node]] = value
-        self.constant_memory = frozenset(address(v) for v in self._ready.values() if isinstance(v, torch.Tensor))
+        constants = (v for v in self._ready.values() if isinstance(v, torch.Tensor))
+        self.constant_memory: frozenset[int] = frozenset(map(address, constants))
         self._slots = slot
         self._written = [span(t) for t in self.state.values()]
         self._launch()

@@ -86,6 +86,10 @@ class Replay:
         copied_bytes: bytes of their own memory for copies of what they read from outside.
     """
 
+    copied_bytes: int
+    alone: dict[int, str]
+    graphs: int
+
     def __init__(
         self,
         steps: Sequence[Bound],
@@ -185,6 +189,9 @@ class OnDevice:
         words: the sentence on how it is launched.
         graph_bytes: memory of the graphs.
     """
+
+    graph_bytes: int
+    words: str
 
     def __init__(
         self,

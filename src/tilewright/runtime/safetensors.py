@@ -67,6 +67,8 @@ class TensorFile:
         InputError: there is no such file, or it is none of this format.
     """
 
+    metadata: dict[str, str]
+
     def __init__(self, path: Path) -> None:
         self.path = path
         try:

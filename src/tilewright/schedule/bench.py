@@ -56,6 +56,8 @@ class Bench:
         lost: always empty, see `HostedBench`.
     """
 
+    expect_s: float
+
     def __init__(
         self,
         problem: AnyProblem,

@@ -18,6 +18,8 @@ class CudaGraphs:
         bytes: what the pool took of the device's memory.
     """
 
+    bytes: int
+
     def __init__(self, device: str) -> None:
         self._device, self._stream = device, torch.cuda.Stream(device)
         self._pool = torch.cuda.graph_pool_handle()

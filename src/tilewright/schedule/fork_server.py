@@ -92,6 +92,10 @@ class ForkServer:
         ended: whether both processes were stopped, for good.
     """
 
+    owner: int
+    lock: threading.RLock
+    ended: bool
+
     def __init__(self) -> None:
         if os.name != "posix" or not sys.executable:
             raise UnavailableError("no worker process: there is no Python to start here; kernels are tried in this process")
@@ -320,7 +324,7 @@ def _part() -> None:
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_part)
 
-in_worker = False
+in_worker: bool = False
 
 
 def fork_server() -> ForkServer:

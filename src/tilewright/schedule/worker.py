@@ -97,6 +97,8 @@ class HostedBench:
         lost: what became of those that passed and then did not come back when they were timed, by key.
     """
 
+    expect_s: float
+
     def __init__(self, problem: AnyProblem, target: Target, weights: Mapping[int, torch.Tensor], *, cold: bool = False) -> None:
         """Waits until no other thread's bench is open: two would disturb each other's times.
 

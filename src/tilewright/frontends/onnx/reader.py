@@ -53,6 +53,8 @@ class Reader:
         functions: the model's own, by domain and name.
     """
 
+    functions: dict[tuple[str, str], onnx.FunctionProto]
+
     def __init__(self, files: DataFiles, functions: Sequence[onnx.FunctionProto]) -> None:
         self.origins: dict[Node, str] = {}
         self.notes: list[str] = []

@@ -228,6 +228,10 @@ def place(location: Any) -> Place:
 class Operation:
     """One MLIR operation, with its attributes decoded on demand."""
 
+    name: str
+    place: Place
+    raw: Any
+
     __slots__ = ("_attributes", "name", "place", "raw")
 
     def __init__(self, raw: Any) -> None:
@@ -313,6 +317,8 @@ class Operation:
 
 class Block:
     """A straight line of operations with arguments; its last operation returns values."""
+
+    raw: Any
 
     __slots__ = ("raw",)
 

@@ -58,6 +58,8 @@ class Walk:
         count: operations read so far.
     """
 
+    count: int
+
     def __init__(self, module: Any, asm: str, where: str) -> None:
         self.module = module
         self.asm = asm

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 import torch
 
@@ -69,7 +69,7 @@ class Convert(Op):
     other value gives the format's infinity or, where it has none, NaN. To pred: not equal to zero.
     """
 
-    arity = 1
+    arity: ClassVar[int | None] = 1
 
     dtype: DType
     overflow: Overflow = "wrap"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 import torch
 
@@ -36,7 +36,7 @@ class Reduce(Op):
     it has one), NaN for mean. On pred, add and maximum are `or`, multiply and minimum `and`.
     """
 
-    arity = 1
+    arity: ClassVar[int | None] = 1
 
     fn: Reduction
     axes: tuple[int, ...]
@@ -99,7 +99,7 @@ def _signed_zeros(picked: torch.Tensor, x: torch.Tensor, axes: list[int], *, gre
 class Softmax(Op):
     """exp(x - max) / sum along `axis`, or its logarithm."""
 
-    arity = 1
+    arity: ClassVar[int | None] = 1
 
     axis: int
     log: bool = False

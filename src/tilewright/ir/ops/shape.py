@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 class Reshape(Op):
     """The same elements in row-major order under another shape."""
 
-    arity = 1
+    arity: ClassVar[int | None] = 1
 
     shape: Shape
 
@@ -42,7 +42,7 @@ class Reshape(Op):
 class Transpose(Op):
     """Axis i of the result is axis perm[i] of the source."""
 
-    arity = 1
+    arity: ClassVar[int | None] = 1
 
     perm: tuple[int, ...]
 
@@ -60,7 +60,7 @@ class Transpose(Op):
 class Slice(Op):
     """Elements start, start + step, … below stop, on every axis; steps are positive."""
 
-    arity = 1
+    arity: ClassVar[int | None] = 1
 
     start: Shape
     stop: Shape
@@ -87,7 +87,7 @@ class Pad(Op):
     Negative `low` or `high` crops, as in StableHLO.
     """
 
-    arity = 2
+    arity: ClassVar[int | None] = 2
 
     low: Shape
     high: Shape
@@ -150,7 +150,7 @@ class Write(Op):
     its memory. Positions are distinct; negative ones count from the end.
     """
 
-    arity = 3
+    arity: ClassVar[int | None] = 3
 
     axis: int
 
@@ -174,7 +174,7 @@ class Write(Op):
 class Broadcast(Op):
     """The source repeated to `shape`, by NumPy's rule (align right, stretch axes of 1)."""
 
-    arity = 1
+    arity: ClassVar[int | None] = 1
 
     shape: Shape
 
@@ -197,7 +197,7 @@ class Gather(Op):
     from the end; where `wraps` is false they are out of range, as for torch's embedding.
     """
 
-    arity = 2
+    arity: ClassVar[int | None] = 2
 
     axis: int
     elementwise: bool = False
@@ -236,7 +236,7 @@ class Gather(Op):
 class Iota(Op):
     """0, 1, 2, … along `axis`, the same on every other; converted as `convert` does where the type is too narrow."""
 
-    arity = 0
+    arity: ClassVar[int | None] = 0
 
     dtype: DType
     shape: Shape

@@ -7,7 +7,7 @@ import importlib.util
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, ClassVar, cast
 
 from tilewright.errors import TypeMismatchError, UnsupportedError
 from tilewright.ir.graph import Node, Op
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 class _Leaf:
     """The rule of operations without sources, whose type is declared."""
 
-    arity = 0
+    arity: ClassVar[int | None] = 0
 
     type: TensorType
 
@@ -49,7 +49,7 @@ class Input(_Leaf, Op):
 class Const(Op):
     """A constant; `data` refers to the source's memory."""
 
-    arity = 0
+    arity: ClassVar[int | None] = 0
 
     data: Literal
 
@@ -85,7 +85,7 @@ class Acc(_Leaf, Op):
 class Item(Op):
     """Result `index` of an operation with several."""
 
-    arity = 1
+    arity: ClassVar[int | None] = 1
 
     index: int
 
