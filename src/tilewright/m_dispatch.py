@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
+from typing import TypeVar
 
 import torch
 
@@ -13,12 +15,15 @@ from tilewright.errors import InputError, UnsupportedError, check_type, counted
 from tilewright.hardware.detect import detect
 from tilewright.hardware.target import Target
 from tilewright.ir.graph import Graph, label_of
+from tilewright.ir.literal import Literal
 from tilewright.ir.pattern import Trace
 from tilewright.program import Program
 from tilewright.runtime.executable import prepare
-from tilewright.schedule.buckets import Buckets, PackingVariants, bucketed
+from tilewright.runtime.partition import Part, decided, parts_for, problem_of_part
+from tilewright.schedule.buckets import Buckets, PackingVariants, bucketed, recalled, recorded
 from tilewright.schedule.candidate import LAST_RESORT, discover, plan_for
 from tilewright.schedule.problem import AnyProblem, Problem
+from tilewright.schedule.record import Key
 from tilewright.schedule.search import Decision, Progress, search
 from tilewright.schedule.tuning_database import TuningDatabase, user_cache
 
@@ -29,6 +34,7 @@ MOST_DECIDED = 4096
 GIVEN = "a function from a number of rows to the program for it: lambda rows: tilewright.load(…)"
 
 GraphAt = Callable[[int], Graph]
+T = TypeVar("T")
 
 # By problem, device and family: layers of one shape are searched and checked once.
 _decided: dict[tuple[AnyProblem, str, str | None], Decision] = {}
@@ -55,6 +61,7 @@ class AnyRows:
         first, last = (1, MOST_ROWS) if table is None else (table.buckets[0].first, table.buckets[-1].last)
         self._graph_at = graph_at
         self._kept: dict[int, Program] = {}  # the last used at the end
+        self._cut: dict[int, _Cut] = {}
         self._lock = threading.Lock()
         self._names, self._place = _varying_axis(graph_at(first), graph_at(last))
 
@@ -73,11 +80,42 @@ class AnyRows:
             InputError: the table does not reach it.
         """
         with self._lock:
-            found = self._kept.pop(rows, None) or _prepared(self._graph_at(rows), self.target, self._decide(rows))
+            found = self._kept.pop(rows, None) or self._over(rows, {})
             if len(self._kept) >= KEPT:
                 self._kept.pop(next(iter(self._kept)))
             self._kept[rows] = found
             return found
+
+    def over(self, rows: int, constants: Mapping[Literal, torch.Tensor]) -> Program:
+        """The program for a number of rows with other values of its constants; it is the caller's to keep.
+
+        Raises:
+            InputError: the table does not reach it.
+        """
+        with self._lock:
+            return self._over(rows, constants)
+
+    def _over(self, rows: int, constants: Mapping[Literal, torch.Tensor]) -> Program:
+        cut = self._cut_for(rows)
+        decide = self._decide(rows)
+        return prepare(
+            cut.source, cut.graph, self.target, cut.trace, decide, made=Program, parts=cut.parts, constants=constants
+        )
+
+    def _cut_for(self, rows: int) -> _Cut:
+        if rows not in self._cut:
+            if len(self._cut) >= KEPT:
+                self._cut.pop(next(iter(self._cut)))
+            self._cut[rows] = _Cut.of(self._graph_at(rows), self.target)
+        return self._cut[rows]
+
+    def unknown(self, rows: int) -> list[AnyProblem]:
+        """The problems for a number of rows that nobody has chosen a kernel for, in this process or another."""
+        with self._lock:
+            family = self._family(rows)
+            known = TuningDatabase(self.target, user_cache(), family="" if family is None else family.name)
+            asked = [p for p in self._cut_for(rows).problems if self._key(p, family) not in _decided]
+            return [p for p in asked if not known.known(p, 0)]
 
     def __call__(self, *args: object, **kwargs: object) -> object:
         """Run it on arrays; one input's extent says how many rows there are.
@@ -97,8 +135,8 @@ class AnyRows:
 
     def _decide(self, rows: int) -> Callable[[AnyProblem, Mapping[int, torch.Tensor]], Decision]:
         def decide(problem: AnyProblem, weights: Mapping[int, torch.Tensor]) -> Decision:
-            family = self.table.at(rows).family if self.table is not None and isinstance(problem, Problem) else None
-            key = problem, self.target.device, None if family is None else family.name
+            family = self._family(rows) if isinstance(problem, Problem) else None
+            key = self._key(problem, family)
             with _deciding:
                 if key not in _decided:
                     if len(_decided) >= MOST_DECIDED:
@@ -107,6 +145,12 @@ class AnyRows:
                 return _decided[key]
 
         return decide
+
+    def _family(self, rows: int) -> PackingVariants | None:
+        return None if self.table is None else self.table.at(rows).family
+
+    def _key(self, problem: AnyProblem, family: PackingVariants | None) -> tuple[AnyProblem, str, str | None]:
+        return problem, self.target.device, None if family is None else family.name
 
     def _searched(self, problem: AnyProblem, weights: Mapping[int, torch.Tensor], family: PackingVariants | None) -> Decision:
         if family is not None:
@@ -131,6 +175,7 @@ def compile_rows(
     last: int = MOST_ROWS,
     device: str | torch.device | None = None,
     budget_s: float = DEFAULT_BUDGET_S,
+    cache: bool = True,
     progress: Progress | None = None,
 ) -> AnyRows:
     """Compile a program that holds one product for every number of rows from `first` to `last`.
@@ -140,6 +185,7 @@ def compile_rows(
         first, last: the range, of two numbers of rows at least.
         device: "cpu", "cuda" or "cuda:1", or a torch device; None is where the weights lie.
         budget_s: seconds for measuring, more than 0.
+        cache: read back the table that any process measured with as much time in the same circumstances, and keep this one.
         progress: called with races done, races expected, and what comes next.
 
     Raises:
@@ -157,15 +203,71 @@ def compile_rows(
         check_type(graph_at(rows), Graph, f"graph_at({rows})", GIVEN)
     target = target or detect(home(graph_at(first)))
     _varying_axis(graph_at(first), graph_at(last))
-    table = bucketed(
-        lambda m: _posed(graph_at(m), target), target, first=first, last=last, budget_s=budget_s, progress=progress
-    )
+
+    def measured() -> Buckets:
+        return bucketed(
+            lambda m: _posed(graph_at(m), target), target, first=first, last=last, budget_s=budget_s, progress=progress
+        )
+
+    if not cache or not budget_s > 0:  # which it refuses
+        return AnyRows(graph_at, measured(), target)
+    known = TuningDatabase(target, user_cache())
+    key = known.key_of_rows(first, last, [_product(graph_at(rows), target) for rows in (first, last)])
+    with known.alone_with_rows(key, budget_s):
+        table = _recalled(graph_at, target, known, key, budget_s)
+        if table is None:
+            table = measured()
+            known.keep_rows(recorded(table, key, budget_s))
     return AnyRows(graph_at, table, target)
 
 
-def _prepared(source: Graph, target: Target, decide: Callable[[AnyProblem, Mapping[int, torch.Tensor]], Decision]) -> Program:
-    trace = Trace()
-    return prepare(source, optimise(source, trace), target, trace, decide, made=Program)
+def known_rows(graph_at: GraphAt, target: Target, *, first: int = 1, last: int = MOST_ROWS) -> Buckets | None:
+    """The table that `compile_rows` measured for a program before, in any process; None if there is none."""
+    known = TuningDatabase(target, user_cache())
+    key = known.key_of_rows(first, last, [_product(graph_at(rows), target) for rows in (first, last)])
+    return _recalled(graph_at, target, known, key, 0.0)
+
+
+def _recalled(graph_at: GraphAt, target: Target, known: TuningDatabase, key: Key, budget_s: float) -> Buckets | None:
+    found = known.rows(key, budget_s)
+    return None if found is None else recalled(found, lambda m: _product(graph_at(m), target), target)
+
+
+@dataclass(frozen=True)
+class _Cut:
+    """A program as read and as rewritten, with what the rules did, and what it is cut into."""
+
+    source: Graph
+    graph: Graph
+    trace: Trace
+    parts: tuple[Part, ...]
+
+    @staticmethod
+    def of(source: Graph, target: Target) -> _Cut:
+        trace = Trace()
+        graph = optimise(source, trace)
+        return _Cut(source, graph, trace, tuple(parts_for(graph, target)))
+
+    @property
+    def problems(self) -> list[AnyProblem]:
+        return [problem_of_part(p)[0] for p in self.parts if decided(p)]
+
+
+def _product(source: Graph, target: Target) -> Problem:
+    """The product of a program.
+
+    Raises:
+        UnsupportedError: it holds none, or several.
+    """
+    return _only([p for p in _Cut.of(source, target).problems if isinstance(p, Problem)], source)
+
+
+def _only(found: Sequence[T], source: Graph) -> T:
+    if len(found) != 1:
+        raise UnsupportedError(
+            f"{len(found)} products", where=source.name, hint="a table over the rows is made for a program with one product"
+        )
+    return found[0]
 
 
 def _posed(source: Graph, target: Target) -> tuple[Problem, Mapping[int, torch.Tensor]]:
@@ -180,12 +282,9 @@ def _posed(source: Graph, target: Target) -> tuple[Problem, Mapping[int, torch.T
         kernel = plan.build(next(iter(plan.schedules())))
         return Decision(problem, kernel, None, (), False, False)
 
-    _prepared(source, target, decide)
-    if len(found) != 1:
-        raise UnsupportedError(
-            f"{len(found)} products", where=source.name, hint="a table over the rows is made for a program with one product"
-        )
-    return found[0]
+    cut = _Cut.of(source, target)
+    prepare(cut.source, cut.graph, target, cut.trace, decide, made=Program, parts=cut.parts)
+    return _only(found, source)
 
 
 def _varying_axis(one: Graph, other: Graph) -> tuple[list[str], tuple[int, int]]:

@@ -123,7 +123,7 @@ def test_codes_are_kept_packed_alone():
     layer.prepare([1, 4])
     run = op.kernels_for(layer.weight, torch.float32, torch.float32, quantize_activations=False)
     for rung in (1, 4):
-        program = run._rows.at(rung)
+        program = run._programs[rung]
         assert all(n.dtype.name != "s4" for n in program._ready)
 
 
@@ -466,7 +466,7 @@ def test_kernels_of_a_weight_that_is_gone():
     del layer
     gc.collect()
     with pytest.raises(InputError, match="the weight of these kernels is gone"):
-        kept.at(1)
+        kept.make([1])
 
 
 @pytest.mark.parametrize("scheme", ["w4g32", "w4g32z", "w8", "a8w4g32"])

@@ -7,8 +7,18 @@ import os
 import subprocess
 import sys
 
+import msgspec
 import pytest
 from paths import HELPERS
+
+from tilewright.dtype import F32
+from tilewright.hardware.detect import detect
+from tilewright.ir.build import input_
+from tilewright.ir.ops import gemm
+from tilewright.schedule.buckets import bucketed, recalled, recorded
+from tilewright.schedule.cache import Cache
+from tilewright.schedule.problem import problem_of
+from tilewright.schedule.tuning_database import TuningDatabase
 
 WORK = ("compiled", "verified", "expected", "timed", "searched")
 
@@ -25,7 +35,7 @@ def ended(process):
     return json.loads(out)
 
 
-@pytest.mark.parametrize("words", [("linear", 1, 5), ("program", 4), ("program", 4, 4)])
+@pytest.mark.parametrize("words", [("program", 4, 4), ("rows", 1, 3, 8), ("tuned", 1, 3)])
 def test_nothing_is_worked_out_twice(tmp_path, words):
     first = ended(started(tmp_path, *words))
     assert first["done"]["verified"] and first["done"]["compiled"] and first["done"]["searched"]
@@ -34,17 +44,41 @@ def test_nothing_is_worked_out_twice(tmp_path, words):
     assert second["found"] == first["found"]
 
 
-def test_a_sample_is_verified_again(tmp_path):
-    first = ended(started(tmp_path, "linear", 1, 5))
-    second = ended(started(tmp_path, "linear", 1, 5, recheck="1"))
-    assert second["done"]["verified"] == first["done"]["verified"] and not second["done"].get("compiled")
-    assert second["found"] == first["found"]
-
-
 def test_three_processes_that_start_at_once_work_out_each_problem_once(tmp_path):
     rows = (1, 2, 3, 4, 5)
-    alone = ended(started(tmp_path / "alone", "linear", *rows))
-    together = [ended(p) for p in [started(tmp_path / "together", "linear", *rows) for _ in range(3)]]
+    together = [ended(p) for p in [started(tmp_path, "linear", *rows) for _ in range(3)]]
     for what in ("verified", "searched"):
-        assert sum(t["done"].get(what, 0) for t in together) == alone["done"][what], together
-    assert all(t["found"] == alone["found"] for t in together)
+        assert sum(t["done"].get(what, 0) for t in together) == len(rows), together
+    assert all(t["found"] == together[0]["found"] for t in together)
+    later = ended(started(tmp_path, "linear", *rows, recheck="1"))  # the sample is all of them
+    assert later["done"]["verified"] == len(rows) and not later["done"].get("compiled")
+    assert later["found"] == together[0]["found"]
+
+
+def test_a_table_needs_as_much_time_and_all_of_its_candidates(tmp_path):
+    target, cache = detect("cpu"), Cache(tmp_path)
+    known = TuningDatabase(target, cache)
+
+    def posed(rows):
+        return problem_of(gemm(input_("x", F32, (rows, 32)), input_("w", F32, (32, 16)))), {}
+
+    table = bucketed(posed, target, first=1, last=4, budget_s=0.05)
+    key = known.key_of_rows(1, 4, [posed(1)[0], posed(4)[0]])
+    assert known.key_of_rows(1, 8, [posed(1)[0], posed(4)[0]]) != key != known.key_of_rows(1, 4, [posed(1)[0], posed(3)[0]])
+    stored = recorded(table, key, 2.0)
+    known.keep_rows(stored)
+    assert known.rows(key, 2.0) == stored == known.rows(key, 0.0) and known.rows(key, 2.1) is None
+    known.keep_rows(msgspec.structs.replace(stored, budget_s=1.0))  # less time than the one that is there had
+    assert known.rows(key, 2.0) == stored
+    found = recalled(stored, lambda rows: posed(rows)[0], target)
+
+    def shown(table):
+        own = [(b, b.family.name, b.family.candidate, b.family.order) for b in table.buckets]
+        return [(b.first, b.last, *f, b.at_first.time_us, b.at_last.kernel.schedule) for b, *f in own]
+
+    assert shown(found) == shown(table)
+    assert found.packings == table.packings and found.measured == table.measured
+    gone = [msgspec.structs.replace(b, candidate="nobody") for b in stored.buckets]
+    assert recalled(msgspec.structs.replace(stored, buckets=tuple(gone)), lambda rows: posed(rows)[0], target) is None
+    cache.clear()
+    assert known.rows(key, 0.0) is None

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import threading
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cache
+from typing import cast
 
 import torch
 
@@ -22,9 +23,13 @@ from tilewright.ir.graph import Graph, Node
 from tilewright.ir.literal import Literal
 from tilewright.ir.ops import Const
 from tilewright.ir.types import TensorType
-from tilewright.m_dispatch import MOST_ROWS, AnyRows, compile_rows
+from tilewright.m_dispatch import MOST_ROWS, AnyRows, compile_rows, known_rows
+from tilewright.program import Program
 from tilewright.runtime.quantized_weight import QuantizedWeight
+from tilewright.schedule.ahead import compile_ahead
 from tilewright.schedule.buckets import Buckets
+from tilewright.schedule.packed import unwritten
+from tilewright.schedule.problem import AnyProblem
 from tilewright.schedule.search import Progress
 
 FEW_ROWS = 32  # for which kernels on Hopper scale sums rather than weights
@@ -82,39 +87,47 @@ class Signature:
         )
 
 
-def graph_at(signature: Signature, weight: Callable[[], QuantizedWeight]) -> Callable[[int], Graph]:
+CONSTANTS = ("codes", "scales", "zero_points", "offsets")
+
+
+def constants_of(signature: Signature, value: Callable[[str], torch.Tensor]) -> dict[str, Node]:
+    """The constants of a product by name, those of `CONSTANTS` that a weight has; `value` is asked for one when it is read."""
+    (out, inner), (zeros, offsets) = signature.shape, signature.parts
+    groups = -(-inner // signature.group_size)
+    types = [
+        TensorType(signature.codes, (out, inner)),
+        TensorType(signature.scales, (out, groups)),
+        TensorType(signature.codes, (out, groups)) if zeros else None,
+        TensorType(F32, (out, groups)) if offsets else None,
+    ]
+    named = [(name, t) for name, t in zip(CONSTANTS, types, strict=True) if t is not None]
+    return {name: Node(Const(Literal(t, lambda name=name: value(name), name))) for name, t in named}
+
+
+def value_of(weight: QuantizedWeight, name: str) -> torch.Tensor:
+    """The value of a constant: codes are unpacked, one to a byte."""
+    value: torch.Tensor = getattr(weight, name)
+    return value.detach()
+
+
+def graph_at(signature: Signature, constants: Mapping[str, Node]) -> Callable[[int], Graph]:
     """The product as a program for each number of rows: inputs x [rows, in] and bias [out], result [rows, out] of x's type.
 
-    `weight` is asked for when a constant is read, and unpacked for that alone. For few rows weights are not rounded to x's type
-    once they are scaled, where a kernel scales sums of codes instead: that is more exact, and faster (`keeps_digits`).
+    For few rows weights are not rounded to x's type once they are scaled, where a kernel scales sums of codes instead: that is
+    more exact, and faster (`keeps_digits`).
     """
     out, inner = signature.shape
-    groups = -(-inner // signature.group_size)
-
-    def constant(t: DType, shape: tuple[int, ...], label: str, load: Callable[[QuantizedWeight], torch.Tensor | None]) -> Node:
-        def loaded() -> torch.Tensor:
-            value = load(weight())
-            assert value is not None
-            return value.detach()
-
-        return Node(Const(Literal(TensorType(t, shape), loaded, label)))
-
-    zeros, offsets = signature.parts
-    codes = constant(signature.codes, (out, inner), "codes", lambda w: w.codes)
-    scale = constant(signature.scales, (out, groups), "scales", lambda w: w.scales)
-    zero = constant(signature.codes, (out, groups), "zero_points", lambda w: w.zero_points) if zeros else None
-    shift = constant(F32, (out, groups), "offsets", lambda w: w.offsets) if offsets else None
 
     def at(rows: int) -> Graph:
         x = input_("x", signature.activations, (rows, inner))
         bias = None if signature.bias is None else input_("bias", signature.bias, (out,))
         y = quantised_linear(
             x,
-            codes,
-            scale,
+            constants["codes"],
+            constants["scales"],
             signature.group_size,
-            zero_point=zero,
-            offset=shift,
+            zero_point=constants.get("zero_points"),
+            offset=constants.get("offsets"),
             bias=bias,
             quantize_activations=signature.quantize_activations,
         )
@@ -156,6 +169,54 @@ def pieces(rows: int, most: int) -> list[tuple[int, int]]:
 
 
 _tables: dict[Signature, Buckets] = {}
+_shared: dict[Signature, _Shared] = {}
+_sharing = threading.Lock()
+
+
+@dataclass(frozen=True)
+class _Shared:
+    """All that layers of one signature have in common: programs over constants that have no values, and what was chosen.
+
+    Attributes:
+        rows: the programs.
+        literals: the constants by name.
+    """
+
+    rows: AnyRows
+    literals: Mapping[str, Literal]
+
+    @staticmethod
+    def of(signature: Signature) -> _Shared | None:
+        """What layers of a signature share; None where a constant is so small that programs are written for its value."""
+        with _sharing:
+            if signature not in _shared:
+                try:
+                    constants, target = constants_of(signature, _no_value), detect(signature.device)
+                    table = _tables.get(signature) or _known_table(signature, target)
+                    rows = AnyRows(graph_at(signature, constants), table, target)
+                except _NoValueError:
+                    return None
+                _shared[signature] = _Shared(rows, {name: cast("Const", n.op).data for name, n in constants.items()})
+            return _shared[signature]
+
+
+class _NoValueError(Exception):
+    """A constant that stands for those of many layers was read."""
+
+
+def _no_value(name: str) -> torch.Tensor:
+    raise _NoValueError(name)
+
+
+def _known_table(signature: Signature, target: Target) -> Buckets | None:
+    """The table that `tune` measured in another process."""
+    constants = constants_of(_bare(signature), _no_value)
+    return known_rows(graph_at(_bare(signature), constants), target, last=most_rows(target))
+
+
+def _bare(signature: Signature) -> Signature:
+    """The signature of the product alone: what is added for offsets is another one."""
+    return replace(signature, parts=(signature.parts[0], False))
 
 
 class Kernels:
@@ -166,10 +227,15 @@ class Kernels:
     """
 
     def __init__(self, signature: Signature, weight: Callable[[], QuantizedWeight]) -> None:
-        self.signature = signature
+        self.signature, self._weight = signature, weight
         target = detect(signature.device)
         self._gpu, self._most = target.kind != "cpu", most_rows(target)
-        self._rows = AnyRows(graph_at(signature, weight), _tables.get(signature), target)
+        self._shared = _Shared.of(signature)
+        self._own: AnyRows | None = None
+        if self._shared is None:
+            constants = constants_of(signature, lambda name: value_of(weight(), name))
+            self._own = AnyRows(graph_at(signature, constants), _tables.get(signature), target)
+        self._programs: dict[int, Program] = {}
         self._ready: dict[int, Run] = {}
         self._making = threading.Lock()
 
@@ -187,13 +253,14 @@ class Kernels:
         if not rows:
             return x.new_empty((0, self.signature.shape[0]))
         cut = pieces(rows, self._most)
+        self.make([rung for _, rung in cut])
         results: list[torch.Tensor] = []
         start = 0
         for count, rung in cut:
             part = x[start : start + count]
             if rung > count:
                 part = torch.cat((part, x.new_zeros((rung - count, x.shape[1]))))
-            results.append(self._result(self.at(rung), (part, *side))[:count])
+            results.append(self._result(self._ready[rung], (part, *side))[:count])
             start += count
         return results[0] if len(results) == 1 else torch.cat(results)
 
@@ -203,63 +270,93 @@ class Kernels:
         assert isinstance(result, torch.Tensor)
         return result
 
-    def at(self, rung: int) -> Run:
-        """The kernel for so many rows; made, checked and kept the first time."""
-        run = self._ready.get(rung)
-        if run is not None:
-            return run
+    def prepare(self, rows: Iterable[int]) -> None:
+        """Make the kernels for so many rows.
+
+        Raises:
+            InputError: as `make`.
+        """
+        self.make([rung for count in rows for _, rung in pieces(count, self._most)])
+
+    def make(self, rungs: Sequence[int]) -> None:
+        """Make, check and keep the kernels of these rungs that there are none of yet; codes are unpacked once for all of them.
+
+        Raises:
+            InputError: a CUDA graph is being captured.
+        """
+        if all(rung in self._ready for rung in rungs):
+            return
         if self._gpu and torch.cuda.is_current_stream_capturing():
             raise InputError(
-                f"a CUDA graph is being captured, and no kernel is ready for {rung} rows",
+                f"a CUDA graph is being captured, and no kernel is ready for {rungs[0]} rows",
                 hint="run the module once with so many rows before, or call its prepare()",
             )
         with self._making:
-            if rung not in self._ready:
-                self._ready[rung] = _elsewhere(self._made, rung) if self._gpu else self._made(rung)
-            return self._ready[rung]
+            missing = [r for r in dict.fromkeys(rungs) if r not in self._ready]
+            made = _elsewhere(self._made, missing) if self._gpu else self._made(missing)
+            self._programs.update(made)
+            self._ready.update({rung: program.run for rung, program in made.items()})
 
-    def _made(self, rung: int) -> Run:
-        program = self._rows.at(rung)
-        program.own_graphs = False  # from the next line on
-        program.drop_weights()  # what is packed is needed no more: the codes can be unpacked again
-        return program.run
+    def unknown(self, rows: Iterable[int]) -> list[AnyProblem]:
+        """The problems for so many rows that no kernel was chosen for yet, in this process or another."""
+        at = self._shared.rows if self._shared is not None else self._own
+        assert at is not None
+        rungs = dict.fromkeys(rung for count in rows for _, rung in pieces(count, self._most))
+        return [p for rung in rungs if rung not in self._ready for p in at.unknown(rung)]
+
+    def _made(self, rungs: Sequence[int]) -> dict[int, Program]:
+        if self._gpu and len(rungs) > 1:
+            compile_ahead(self.unknown(rungs), detect(self.signature.device), first=True)
+        if self._shared is None:
+            assert self._own is not None
+            made = {rung: self._own.at(rung) for rung in rungs}
+        else:
+            weight, shared = self._weight(), self._shared
+            values = {literal: value_of(weight, name) for name, literal in shared.literals.items()}
+            with unwritten(list(values.values())):
+                made = {rung: shared.rows.over(rung, values) for rung in rungs}
+        for program in made.values():
+            program.own_graphs = False  # from the next line on
+            program.drop_weights()  # what is packed is needed no more: the codes can be unpacked again
+        return made
 
     def candidates(self) -> dict[int, str]:
         """The candidate that multiplies, by the rows of each kernel that is ready."""
         found: dict[int, str] = {}
-        for rung in sorted(self._ready):
-            steps = [s for s in self._rows.at(rung).steps if s.decision is not None]
-            found[rung] = max((s.decision.kernel for s in steps if s.decision), key=lambda k: k.packed_bytes).candidate
+        for rung, program in sorted(self._programs.items()):
+            kernels = [s.decision.kernel for s in program.steps if s.decision is not None]
+            found[rung] = max(kernels, key=lambda k: k.packed_bytes).candidate
         return found
 
 
-def _elsewhere(make: Callable[[int], Run], rung: int) -> Run:
-    """Make a kernel in a thread of its own: what it allocates outlives the call, and torch may have turned this thread to
+def _elsewhere(make: Callable[[Sequence[int]], dict[int, Program]], rungs: Sequence[int]) -> dict[int, Program]:
+    """Make kernels in a thread of their own: what it allocates outlives the call, and torch may have turned this thread to
     memory that it takes back afterwards (when it warms up what it will capture)."""
 
-    def made() -> Run:
+    def made() -> dict[int, Program]:
         with torch.no_grad():
-            run = make(rung)
+            programs = make(rungs)
         torch.cuda.synchronize()
-        return run
+        return programs
 
     with ThreadPoolExecutor(1) as other:
         return other.submit(made).result()
 
 
 def tune(signature: Signature, weight: QuantizedWeight, *, budget_s: float = 30.0, progress: Progress | None = None) -> Buckets:
-    """Measure which kernels serve which rows of a signature; kernels made from now on go by that.
+    """Measure which kernels serve which rows of a signature, unless a process did before; kernels made from now on go by that.
 
     Raises:
         InputError: no time.
     """
-    bare = replace(signature, parts=(signature.parts[0], False))  # what is added for offsets is another product
     last = most_rows(detect(signature.device))
-    program = compile_rows(
-        graph_at(bare, lambda: weight), last=last, device=signature.device, budget_s=budget_s, progress=progress
-    )
+    constants = constants_of(_bare(signature), lambda name: value_of(weight, name))
+    graphs = graph_at(_bare(signature), constants)
+    program = compile_rows(graphs, last=last, device=signature.device, budget_s=budget_s, progress=progress)
     assert program.table is not None
-    _tables[signature] = program.table
+    with _sharing:
+        _tables[signature] = program.table
+        _shared.pop(signature, None)
     return program.table
 
 

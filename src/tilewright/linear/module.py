@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_map
 from tilewright.dtype import DType, dtype, from_torch
 from tilewright.errors import InputError, check_type
 from tilewright.ir.ops.functions import BITS_TYPE
-from tilewright.linear.kernels import Signature, tune
+from tilewright.linear.kernels import Kernels, Signature, tune
 from tilewright.linear.op import forget, kernels_for, linear, plain_linear
 from tilewright.runtime.checkpoint import Checkpoint, read_checkpoint
 from tilewright.runtime.quantized_weight import QuantizedWeight, pack
@@ -252,12 +252,14 @@ class Linear(torch.nn.Module):
         wanted = [rows] if isinstance(rows, int) else list(rows)
         if any(r < 1 for r in wanted):
             raise InputError(f"no kernel for {min(wanted)} rows", hint="1 or more")
+        self._kernels(dtype).prepare(wanted)
         for count in wanted:
             self(torch.zeros(count, self.in_features, dtype=self._usual(dtype), device=self.packed.device))
         return self
 
     def tune(self, dtype: torch.dtype | None = None, *, budget_s: float = 30.0, progress: Progress | None = None) -> Buckets:
-        """Measure which kernels serve which numbers of rows, for all layers of this signature in this process.
+        """Measure which kernels serve which numbers of rows, for all layers of this signature, in later processes, too. A table
+        that was measured with as much time in the same circumstances is read back.
 
         Args:
             dtype: of the activations, as for `prepare`.
@@ -267,9 +269,9 @@ class Linear(torch.nn.Module):
         Raises:
             InputError: no time to measure.
         """
-        weight, bias = self.weight, None if self.bias is None else self.bias.dtype
+        weight = self.weight
         table = tune(
-            Signature.of(weight, self._usual(dtype), bias, quantize_activations=self.quantize_activations),
+            Signature.of(weight, self._usual(dtype), self._bias_type(), quantize_activations=self.quantize_activations),
             weight,
             budget_s=budget_s,
             progress=progress,
@@ -279,8 +281,13 @@ class Linear(torch.nn.Module):
 
     def candidates(self, dtype: torch.dtype | None = None) -> dict[int, str]:
         """The candidate that multiplies, by the rows of each kernel that is ready."""
-        bias = None if self.bias is None else self.bias.dtype
-        return kernels_for(self.weight, self._usual(dtype), bias, quantize_activations=self.quantize_activations).candidates()
+        return self._kernels(dtype).candidates()
+
+    def _kernels(self, dtype: torch.dtype | None) -> Kernels:
+        return kernels_for(self.weight, self._usual(dtype), self._bias_type(), quantize_activations=self.quantize_activations)
+
+    def _bias_type(self) -> torch.dtype | None:
+        return None if self.bias is None else self.bias.dtype
 
     def _usual(self, dtype: torch.dtype | None) -> torch.dtype:
         return dtype or (self.scales.dtype if self.bias is None else self.bias.dtype)

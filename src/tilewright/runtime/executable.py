@@ -15,6 +15,7 @@ from tilewright.hardware.target import Target
 from tilewright.ir.anchor import ANCHORS
 from tilewright.ir.evaluate import evaluate_nodes, evaluator
 from tilewright.ir.graph import Graph, Node
+from tilewright.ir.literal import Literal
 from tilewright.ir.ops import Call, Const, Input, Item, Write
 from tilewright.ir.pattern import Trace
 from tilewright.ir.state import caller_inputs, meets, span
@@ -341,15 +342,26 @@ def listed(items: Sequence[str]) -> str:
 
 
 def prepare(
-    source: Graph, graph: Graph, target: Target, trace: Trace, decide: Decide, inner: Inner | None = None, *, made: type[E]
+    source: Graph,
+    graph: Graph,
+    target: Target,
+    trace: Trace,
+    decide: Decide,
+    inner: Inner | None = None,
+    *,
+    made: type[E],
+    parts: Sequence[Part] | None = None,
+    constants: Mapping[Literal, torch.Tensor] | None = None,
 ) -> E:
     """Cut the graph into steps, evaluate what depends on constants alone, and choose a kernel for each gemm. `inner` compiles
-    the regions of loops and conditionals; without it the oracle runs them. `made` is the kind of executable that is wanted."""
-    parts = parts_for(graph, target)
+    the regions of loops and conditionals; without it the oracle runs them. `made` is the kind of executable that is wanted,
+    `parts` what the graph was cut into before, and `constants` has values in place of literals' own."""
+    parts = parts_for(graph, target) if parts is None else parts
     ready: dict[Node, Value] = {}
     for node in graph.nodes():
         if isinstance(node.op, Const):
-            ready[node] = node.op.data.tensor().detach().to(target.device)
+            given = None if constants is None else constants.get(node.op.data)
+            ready[node] = (node.op.data.tensor() if given is None else given).detach().to(target.device)
     held = graph.inputs[len(caller_inputs(graph)) :]
     if len(held) != len(graph.state):
         what = "what the program keeps from call to call is missing: a text holds none of it"

@@ -46,7 +46,7 @@ def _plans(problem: AnyProblem, target: Target) -> dict[str, Plan]:
     return found
 
 
-def compile_ahead(problems: Sequence[AnyProblem], target: Target, *, within_s: float | None = None) -> int:
+def compile_ahead(problems: Sequence[AnyProblem], target: Target, *, within_s: float | None = None, first: bool = False) -> int:
     """Compile for problems that are about to be searched; how many points processes were found for.
 
     Nothing that fails is told: it fails again in the search.
@@ -55,8 +55,12 @@ def compile_ahead(problems: Sequence[AnyProblem], target: Target, *, within_s: f
         problems: the problems.
         target: the machine to compile for.
         within_s: seconds by the clock, after which what is not ready is left to the searches.
+        first: only what is tried first where nothing is measured.
     """
     processes, jobs = min(os.cpu_count() or 1, MOST_PROCESSES), jobs_for(problems, target)
+    if first:
+        leading = {p: (p, name, at) for p, name, at in reversed(jobs)}
+        jobs = [leading[p] for p in dict.fromkeys(problems) if p in leading]
     jobs = jobs[: max(processes, sum(at < DEPTH for *_, at in jobs))]
     messages = [m for problem, name, at in jobs if (m := _message(problem, target, name, at)) is not None]
     if not messages:

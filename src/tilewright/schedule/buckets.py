@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -24,12 +25,14 @@ from tilewright.schedule.candidate import (
     Schedule,
     concerns,
     discover,
+    kernel_of,
     narrowed,
     plan_for,
     planned,
 )
 from tilewright.schedule.measure import last_cache_bytes
 from tilewright.schedule.problem import Problem
+from tilewright.schedule.record import End, Key, Range, Table
 from tilewright.schedule.search import Decision, Progress, search
 
 MOST_PACKINGS = 2
@@ -173,6 +176,44 @@ def bucketed(
     used = dict.fromkeys(r.family.name for r in table)
     packings = {n: packed_bytes[n] for n in used if packed_bytes[n]}
     return Buckets(tuple(table), packings, race.measured)
+
+
+def recorded(table: Buckets, key: Key, budget_s: float) -> Table:
+    """A table as it is stored, measured in so many seconds."""
+
+    def end(decision: Decision) -> End:
+        return End(decision.kernel.schedule.knobs, decision.time_us)
+
+    ranges = [
+        Range(b.first, b.last, b.family.candidate.name, b.family.order, end(b.at_first), end(b.at_last)) for b in table.buckets
+    ]
+    measured = {rows: dict(times) for rows, times in table.measured.items()}
+    return Table(key, budget_s, tuple(ranges), dict(table.packings), measured, time.time())
+
+
+def recalled(found: Table, problem_at: Callable[[int], Problem], target: Target) -> Buckets | None:
+    """The table of what is stored, its kernels built; None if a candidate is gone, or refuses."""
+
+    def decision(rows: int, candidate: Candidate, end: End) -> Decision:
+        problem = problem_at(rows)
+        kernel = kernel_of(plan_for(candidate, problem, target), Schedule(end.knobs))
+        return Decision(problem, kernel, end.time_us, (), True, True, recalled=True)
+
+    candidates = {c.name: c for c in discover()}
+    try:
+        buckets = [
+            Bucket(
+                r.first,
+                r.last,
+                PackingVariants.of(candidates[r.candidate], r.order),
+                decision(r.first, candidates[r.candidate], r.at_first),
+                decision(r.last, candidates[r.candidate], r.at_last),
+            )
+            for r in found.buckets
+        ]
+    except Exception:  # a candidate may raise anything, as in a search
+        return None
+    return Buckets(tuple(buckets), found.packings, found.measured)
 
 
 def _serves(candidate: Candidate) -> bool:

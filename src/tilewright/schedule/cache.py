@@ -173,12 +173,15 @@ class Cache:
             self._open = None
 
     @contextlib.contextmanager
-    def alone(self, key: Key, wait_s: float) -> Generator[bool]:
+    def alone(self, key: Key, wait_s: float, there: Callable[[], bool] | None = None) -> Generator[bool]:
         """Hold what no other process and thread may hold for this key; True if so.
 
-        False if another one had it for all of `wait_s`, if it is not to be had at all, or as soon as there is a record; a
-        provisional one that is there already is none.
+        False if another one had it for all of `wait_s`, if it is not to be had at all, or as soon as there is a record (or
+        whatever else `there` looks for); a provisional one that is there already is none.
         """
+        found = self.get(key) if there is None else None
+        wanting = (None, found) if found is not None and found.provisional else (None,)
+        there = there or (lambda: self.get(key) not in wanting)
         descriptor = None
         with contextlib.suppress(OSError):
             folder = self.folder / "locks"
@@ -190,9 +193,7 @@ class Cache:
             return
         try:
             # Who waited may come just after the one before let go: its record is looked for behind the lock, too.
-            found = self.get(key)
-            wanting = (None, found) if found is not None and found.provisional else (None,)
-            yield _locked(descriptor, wait_s, lambda: self.get(key) not in wanting) and self.get(key) in wanting
+            yield _locked(descriptor, wait_s, there) and not there()
         finally:
             os.close(descriptor)  # and the lock with it
 

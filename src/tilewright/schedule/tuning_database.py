@@ -54,7 +54,7 @@ from tilewright.schedule.candidate import (
 )
 from tilewright.schedule.key import budgets_for, circumstances, digest_of
 from tilewright.schedule.problem import AnyProblem
-from tilewright.schedule.record import Key, Loser, Record, Verdict
+from tilewright.schedule.record import Key, Loser, Record, Table, Verdict
 from tilewright.schedule.record import Refusal as LostRecord
 from tilewright.schedule.search import Decision, Rejected, search
 
@@ -256,6 +256,27 @@ class TuningDatabase:
             for refusal in self._refusals(decision.problem):
                 if refusal.candidate not in lost:
                     self._cache.evict_refusal(refusal)
+
+    def key_of_rows(self, first: int, last: int, ends: Sequence[AnyProblem]) -> Key:
+        """The key of a table from `first` to `last` rows, given the problems there."""
+        said = "\0".join([f"{first} {last}", *map(digest_of, ends)])
+        return msgspec.structs.replace(self._circumstances, problem=hashlib.sha256(said.encode()).hexdigest())
+
+    def rows(self, key: Key, budget_s: float) -> Table | None:
+        """The table that was measured in so many seconds or more."""
+        found = None if self._cache is None else self._cache.table(key)
+        return None if found is None or found.budget_s < budget_s else found
+
+    def keep_rows(self, table: Table) -> None:
+        """Keep a table, unless one that had more time is there."""
+        if self._cache is not None and self.rows(table.key, table.budget_s) is None:
+            self._cache.put_table(table)
+
+    def alone_with_rows(self, key: Key, budget_s: float) -> AbstractContextManager[bool]:
+        """A context in which other processes wait for a table, for as long as it may be measured and `WAIT_S` seconds more."""
+        if self._cache is None:
+            return contextlib.nullcontext(False)
+        return self._cache.alone(key, budget_s + WAIT_S, lambda: self.rows(key, budget_s) is not None)
 
     def _any_budget(self, problem: AnyProblem) -> Key:
         """The key with all that depends on the search's time or on where weights were left out."""
