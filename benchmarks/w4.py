@@ -14,10 +14,11 @@ from pathlib import Path
 
 import click
 import numpy as np
+import torch
 from rich.console import Console
 from rich.table import Table
 
-from limits import dots, peak_gops, read_gbps
+from limits import READ_BYTES, dots, peak_gops, read_gbps
 from rounds import Process, compete, ratio
 from w4_contenders import CONTENDERS, Case
 
@@ -34,7 +35,7 @@ APART = {"f32": 1e-4, "bf16": 2e-2, "a8": 1e-4}
 def main(rounds: int, threads: int, only: str) -> None:
     """Time products with 4-bit weights beside their peers."""
     made = Table("product", "ms", "GB/s", "of the read loop", "of the peak", "best peer", "peer ms", "ratio", "others")
-    loop = read_gbps(threads)
+    loop = read_gbps(torch.ones(READ_BYTES, dtype=torch.uint8), threads)
     peaks = {name: peak_gops(dot, threads) for name, dot in dots().items()}
     processes = [Process("w4_contenders", name, threads) for name in CONTENDERS]
     for case in (c for c in CASES if not only or c.dtype in only.split(",")):

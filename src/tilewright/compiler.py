@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from numbers import Real
 from typing import cast
@@ -23,6 +25,7 @@ from tilewright.ir.pattern import Pass, Rule, Trace, discover, over, rewrite
 from tilewright.ir.types import TensorType
 from tilewright.ir.verify import verify
 from tilewright.program import Program
+from tilewright.progress import Progress, said
 from tilewright.rules.calibrate import Scheme, calibrate
 from tilewright.rules.calibrate import quantize as quantize_graph
 from tilewright.rules.half import half as narrow
@@ -31,7 +34,6 @@ from tilewright.runtime.executable import graphs_of, prepare
 from tilewright.runtime.partition import decided, parts_for, problem_of_part
 from tilewright.schedule.budget import SharedBudget
 from tilewright.schedule.measure import last_cache_bytes
-from tilewright.schedule.search import Progress
 from tilewright.schedule.tuning_database import TuningDatabase, user_cache
 from tilewright.schedule.worker import begin
 
@@ -41,6 +43,7 @@ STAGES = ("accumulator", "recognise", "unfuse", "epilogue", "prologue", "product
 CANONICAL = "canonical"
 EXCESS_PRECISION = "precision"  # a stage that runs last, and only when asked for
 DEFAULT_BUDGET_S = 20.0
+PACKED_BPS = 0.5e9  # bytes of weights a second that are packed once kernels are chosen
 ENOUGH_S = 60.0  # beside the budget, for rules, and as much for candidates that take long to refuse: far more than any need
 
 
@@ -114,7 +117,6 @@ def compile(
     half: str | None = None,
     excess_precision: bool = False,
     cache: bool | TuningDatabase = True,
-    within_s: float | None = None,
     allow_calls: bool = False,
     untrusted: bool = False,
     follow_links: bool = False,
@@ -131,8 +133,9 @@ def compile(
         batch: value of a symbolic first axis.
         input_dims: shape of an input by name, where the program leaves it open.
         fixed: value of an input of one element of an ONNX model by name; it is no input any more.
-        budget_s: seconds that measuring kernels may take in all; 0 takes what was measured before, or the first verified choice
-            of a heuristic.
+        budget_s: seconds by the clock for all of it: reading, rules, building, checking and measuring. 0 takes what was
+            measured before, or what the cost model names first and passes its check. Once the time is over, problems left are
+            chosen in that way.
         quantize: quantise a float model on the way; `Program.layers` then says what each product lost.
         half: "f16" or "bf16": products, attention and norms of an f32 model read and write that type; those that were quantised
             read their codes and write it. Inputs and results of the program keep their types.
@@ -141,8 +144,6 @@ def compile(
         cache: read back what was measured in the same circumstances before, by any process, and keep what is measured now, in
             the user's cache folder ($TILEWRIGHT_CACHE). Kernels that are read back are not timed, and a sample verified. A
             `TuningDatabase` for this device says what else is known, and where decisions are kept.
-        within_s: seconds by the clock for all of it, reading, building and checking included; the budget is then shared out of
-            what is left of them. Once they are over, problems left take the first choice that passes its check.
         allow_calls: let a `.tw` file call any operator of torch, as only one that is trusted may (`LoadOptions`).
         untrusted: the program is a stranger's: few operations and bytes, and nothing that an interpreter runs (`LoadOptions`).
         follow_links: read an ONNX model's data through links that leave its folder, too (`LoadOptions`).
@@ -162,62 +163,61 @@ def compile(
     check_type(budget_s, Real, "budget_s", "a number of seconds")
     if not budget_s >= 0:  # or NaN
         raise InputError(f"a budget of {budget_s} seconds", hint="0 or more; 0 measures none")
-    ends = None if within_s is None else time.monotonic() + within_s
-    target = None if device is None else detect(device)
-    if budget_s > 0:
-        begin()
-    dims = cast("Mapping[str, tuple[int, ...]]", input_dims or {})  # which `LoadOptions` sees to
-    options = LoadOptions(
-        dims,
-        batch,
-        example_inputs,
-        allow_calls=allow_calls,
-        untrusted=untrusted,
-        follow_links=follow_links,
-        fixed=fixed or {},
-    )
-    source, layers = load(program, options), ()
-    target = target or detect(home(source, example_inputs))
-    if quantize is not None:
-        source = recognised(source) if quantize.scheme.attention is not None else source
-        seen = calibrate(source, quantize.batches, target.device)
-        source, layers = quantize_graph(source, quantize.scheme, seen, rtol=quantize.rtol, device=target.device)
-    if half is not None:
-        whole = in_half(source.with_outputs([*source.outputs, *(x.after for x in layers)]), narrow(half))
-        after = whole.outputs[len(source.outputs) :]
-        layers = [replace(x, after=now) for x, now in zip(layers, after, strict=True)]
-        source = whole.with_outputs(whole.outputs[: len(source.outputs)])
-    if visit is not None:
-        visit("source", source)
-    trace = Trace()
-    allowed_s = ENOUGH_S + (budget_s if within_s is None else within_s)
-    graph = optimise(source, trace, visit, excess_precision=excess_precision, within_s=allowed_s)
-    source = replace(source, notes=(*source.notes, *trace.notes))
-    database = TuningDatabase(target, user_cache(), excess_precision=excess_precision) if cache is True else cache or None
-    with deadline.allowing(allowed_s):
+    ends = time.monotonic() + float(budget_s)
+    with nullcontext(progress) if progress is not None else said("compiling", ends if budget_s > 0 else None) as progress:
+        target = None if device is None else detect(device)
+        if budget_s > 0:
+            begin()
+        dims = cast("Mapping[str, tuple[int, ...]]", input_dims or {})  # which `LoadOptions` sees to
+        options = LoadOptions(
+            dims,
+            batch,
+            example_inputs,
+            allow_calls=allow_calls,
+            untrusted=untrusted,
+            follow_links=follow_links,
+            fixed=fixed or {},
+        )
+        source, layers = load(program, options), ()
+        target = target or detect(home(source, example_inputs))
+        if quantize is not None:
+            source = recognised(source) if quantize.scheme.attention is not None else source
+            seen = calibrate(source, quantize.batches, target.device)
+            source, layers = quantize_graph(source, quantize.scheme, seen, rtol=quantize.rtol, device=target.device)
+        if half is not None:
+            whole = in_half(source.with_outputs([*source.outputs, *(x.after for x in layers)]), narrow(half))
+            after = whole.outputs[len(source.outputs) :]
+            layers = [replace(x, after=now) for x, now in zip(layers, after, strict=True)]
+            source = whole.with_outputs(whole.outputs[: len(source.outputs)])
+        if visit is not None:
+            visit("source", source)
+        trace = Trace()
+        allowed_s = ENOUGH_S + float(budget_s)
+        graph = optimise(source, trace, visit, excess_precision=excess_precision, within_s=allowed_s)
+        source = replace(source, notes=(*source.notes, *trace.notes))
+        database = TuningDatabase(target, user_cache(), excess_precision=excess_precision) if cache is True else cache or None
+        with deadline.allowing(allowed_s):
 
-        def prepared(source: Graph, graph: Graph, trace: Trace, within: float, progress: Progress | None) -> Program:
-            """A program that measures for so many seconds; each loop in it, its regions together, as long as what is around."""
-            inside = [len(graphs_of(n.op)) for n in graph.nodes() if isinstance(n.op, Call)] if target.kind == "cpu" else []
-            loops, count = len([r for r in inside if r]), sum(inside)
-            around_s = within / (1 + loops)
-            decide = chooser(graph, target, around_s, progress, database, ends)
+            def prepared(source: Graph, graph: Graph, trace: Trace, ends: float, progress: Progress | None) -> Program:
+                """A program chosen until then; each loop in it, its regions together, has as long as what is around."""
+                inside = [len(graphs_of(n.op)) for n in graph.nodes() if isinstance(n.op, Call)] if target.kind == "cpu" else []
+                loops, left = len([r for r in inside if r]), sum(inside)
+                decide = chooser(graph, target, max(0.0, ends - time.monotonic()) / (1 + loops), progress, database)
 
-            def inner(region: Graph) -> Program:
-                found = Trace()
-                made = optimise(region, found, excess_precision=excess_precision, within_s=allowed_s)
-                try:
-                    return prepared(region, made, found, around_s * loops / count, None)
-                finally:
-                    decide.resume()
+                def inner(region: Graph) -> Program:
+                    nonlocal left
+                    found, left_s = Trace(), max(0.0, ends - time.monotonic())
+                    made = optimise(region, found, excess_precision=excess_precision, within_s=allowed_s)
+                    left, share_s = left - 1, left_s / max(left, 1)
+                    return prepared(region, made, found, min(ends, time.monotonic() + share_s), None)
 
-            return prepare(source, graph, target, trace, decide, inner, made=Program)
+                return prepare(source, graph, target, trace, decide, inner, first=decide.weight, made=Program)
 
-        executable = prepared(source, graph, trace, budget_s, progress)
-    executable.layers = tuple(layers)
-    if isinstance(program, torch.nn.Module):
-        executable.uncompiled = _uncompiled(program, example_inputs, executable)
-    return executable
+            executable = prepared(source, graph, trace, ends, progress)
+        executable.layers = tuple(layers)
+        if isinstance(program, torch.nn.Module):
+            executable.uncompiled = _uncompiled(program, example_inputs, executable)
+        return executable
 
 
 def _uncompiled(
@@ -248,11 +248,13 @@ def chooser(
     budget_s: float,
     progress: Progress | None = None,
     database: TuningDatabase | None = None,
-    ends: float | None = None,
 ) -> SharedBudget:
-    """The choice of kernels for a graph's problems, which share `budget_s` seconds (`SharedBudget`)."""
+    """The choice of kernels for a graph's problems, which share `budget_s` seconds from now on (`SharedBudget`), less what
+    packing its weights will take."""
     parts = [p for p in parts_for(graph, target) if decided(p)]
     weights = {n for p in parts for n in p.inputs if n.constant}
-    cold = sum(n.tensor.size_bytes for n in weights if isinstance(n.type, TensorType)) > last_cache_bytes(target)
-    problems = {problem_of_part(p)[0] for p in parts}
-    return SharedBudget(problems, target, budget_s, cold=cold, progress=progress, database=database, ends=ends)
+    size = sum(n.tensor.size_bytes for n in weights if isinstance(n.type, TensorType))
+    problems, cold = Counter(problem_of_part(p)[0] for p in parts), size > last_cache_bytes(target)
+    return SharedBudget(
+        problems, target, max(0.0, budget_s - size / PACKED_BPS), cold=cold, progress=progress, database=database
+    )

@@ -20,7 +20,7 @@ from tilewright.ir.types import Shape, TensorType
 from tilewright.program import Program
 from tilewright.runtime.arrays import Array, dtype_of, from_dlpack, is_numpy
 
-DEFAULT_BUDGET_S = 0.2
+DEFAULT_BUDGET_S = 1.0
 _OF_THE_RESULT = ("scale", "bias", "residual", "out_scale", "out_zero_point")  # what broadcasts to it
 
 

@@ -55,11 +55,11 @@ def test_tune_keeps_what_every_verb_reads_back(kept, program, tmp_path):
     second = tune(program)
     assert [p["how"] for p in second["problems"]] == ["read back"]
     assert [p["time_us"] for p in first["problems"]] == [p["time_us"] for p in second["problems"]]
-    explained = json.loads(invoke("explain", program, "--budget", "0.1", "--json").stdout)
+    explained = json.loads(invoke("explain", program, "--budget", "2.5", "--json").stdout)
     assert explained["products"][0]["chosen"]["recalled"] is True
-    assert "read back" in " ".join(invoke("explain", program, "--budget", "0.1").stdout.split())
+    assert "read back" in " ".join(invoke("explain", program, "--budget", "2.5").stdout.split())
     assert [p["how"] for p in tune(program, "--no-cache")["problems"]] == ["measured"]
-    text = " ".join(invoke("tune", program, "--budget", "0.9").stdout.split())
+    text = " ".join(invoke("tune", program, "--budget", "2.5").stdout.split())
     assert "1 problem in" in text and "1 read back" in text and "Kept in" in text
 
 
@@ -81,12 +81,12 @@ def test_perf_says_which_choices_were_read_back(kept, tmp_path):
     assert "2 choices: 1 read back from the cache, 1 not measured: the first kernel that agrees with the" in said
     assert found["choices"] == {"read back": 1, "not measured": 1}
     assert {s["chosen"] for s in found["steps"] if s["kind"] == "gemm"} == {"read back", "not measured"}
-    said, _ = perf(both, "--budget", "0.1")
+    said, _ = perf(both, "--budget", "4")
     assert "2 choices: 1 read back from the cache, 1 measured now." in said
-    said, found = perf(both, "--budget", "0.1")
+    said, found = perf(both, "--budget", "4")
     assert "2 choices: 2 read back from the cache." in said and found["choices"] == {"read back": 2}
     assert found["summary"][-1] == "2 choices: 2 read back from the cache."
-    said, found = perf(both, "--budget", "0.1", "--no-cache")
+    said, found = perf(both, "--budget", "4", "--no-cache")
     assert "2 choices: 2 measured now." in said and {s["chosen"] for s in found["steps"]} <= {"measured", "not measured"}
 
 

@@ -48,7 +48,6 @@ def test_the_command_line_shows_lines_and_leaves_logging_as_it_was(
 def test_the_package_writes_to_standard_error_in_the_command_line_alone() -> None:
     writers = {
         "cli/given.py", "cli/untrusted.py", "cli/verbs.py",
-        "report/text/console.py",  # progress of the command line
         "schedule/fork_server.py",  # a helper process, whose standard error its parent reads
     }  # fmt: skip
     assert {str(p.relative_to(SRC)) for p in SRC.rglob("*.py") if "sys.stderr" in p.read_text("utf-8")} == writers

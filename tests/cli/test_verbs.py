@@ -318,7 +318,7 @@ def test_explain_reads_well(program: str) -> None:
 
 
 def test_explain_json(program: str) -> None:
-    found = json.loads(invoke("explain", program, "--json", "--budget", "0.1").stdout)
+    found = json.loads(invoke("explain", program, "--json", "--budget", "4").stdout)
     (product,) = found["products"]
     assert product["names"] == ["net/Relu"] and product["measured"] and product["chosen"]["time_us"] > 0
     assert product["stores"] == [{"steps": ["+ f32[6] (input b)", "relu"], "writes": "f32[2,5,6]"}]
@@ -339,11 +339,11 @@ def test_explain_groups_products_that_are_alike(tmp_path: Path) -> None:
     "line", ["s8[16,64,64] @ s8[16,64,64]^T -> s8", "f32[8,16] @ f32[16,4] + bias, gelu", "f32[4,0] @ f32[0,5]"]
 )
 def test_gemm_says_who_does_it_and_that_it_is_right(line: str) -> None:
-    result = invoke("gemm", line, "--budget", "0.1")
+    result = invoke("gemm", line, "--budget", "4")
     assert result.exit_code == 0, result.output
     words = " ".join(result.stdout.split())
     assert words.startswith(line) and "Done by" in words and "Verified" in words and "Not by" in words
-    found = json.loads(invoke("gemm", line, "--budget", "0.1", "--json").stdout)
+    found = json.loads(invoke("gemm", line, "--budget", "4", "--json").stdout)
     assert found["verified"] and found["measured"] and found["program"] == line and found["rejected"]
     assert found["error"] <= found["bound"]
 

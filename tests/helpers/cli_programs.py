@@ -66,6 +66,7 @@ def install_ceilings(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr("tilewright.hardware.ceilings.with_ceilings", with_ceilings)
     monkeypatch.setattr("tilewright.report.explain.machine.with_ceilings", with_ceilings)
+    monkeypatch.setattr("tilewright.report.measure.work.with_ceilings", with_ceilings)
 
 
 class Wrong:

@@ -82,7 +82,7 @@ def test_layers_that_differ_in_scales_are_compiled_once_and_nothing_where_nothin
     compiler.chooser(graph, H200, 0.0, None)
     compiler.chooser(graph, detect("cpu"), 1.0, None)
     ((problems, within_s),) = asked
-    assert [p.kind for p in problems] == ["gemm"] and within_s is None
+    assert [p.kind for p in problems] == ["gemm"] and within_s == 0.5
     assert told == [(0, 2, "compiling what will be tried first")]
 
 

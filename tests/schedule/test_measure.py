@@ -638,5 +638,5 @@ def test_a_program_larger_than_the_caches_is_measured_with_cold_weights(monkeypa
     for size, cold in ((1 << 20, True), (1 << 40, False)):
         monkeypatch.setattr(compiler, "last_cache_bytes", lambda target, size=size: size)
         asked.clear()
-        compiler.compile(torch.nn.Linear(600, 600), example_inputs=(torch.ones(2, 600),), budget_s=0.1, cache=False)
+        compiler.compile(torch.nn.Linear(600, 600), example_inputs=(torch.ones(2, 600),), budget_s=60.0, cache=False)
         assert set(asked) == {cold}

@@ -49,7 +49,7 @@ def tune(
     budget_s = TUNE_BUDGET_S if how.budget is None else how.budget
     started = time.monotonic()
     try:
-        program, _ = compile_program(graph, replace(how, budget=budget_s, within_s=budget_s, database=database))
+        program, _ = compile_program(graph, replace(how, budget=budget_s, database=database))
     except KeyboardInterrupt:
         where = cache.file if cache is not None else None
         made = len(database.settled)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import click
 
+from tilewright.cli.errors import BEGAN
 from tilewright.cli.given import progress
 from tilewright.cli.options import NOT_NEGATIVE, W4_GROUP, F, all_of, budget_option, cache_option, device_option
 from tilewright.errors import InputError, visible
@@ -39,7 +41,7 @@ class Compiling:
 
     Attributes:
         device: cpu, cuda or cuda:1.
-        budget: seconds for choosing kernels; None takes the default.
+        budget: seconds from the command to its answer; None takes the default.
         excess_precision: leave out roundings to 16 bits inside a kernel.
         half: f16 or bf16 for an f32 model's products, attention and norms; None to take them as they are.
         scheme: int8, fp8 or w4 to quantise a float model, None to take the program as it is.
@@ -51,7 +53,7 @@ class Compiling:
         dump: folder to write the graph after each stage to.
         cache: read back what was measured before, and keep what is measured now.
         database: the tuning database of `tune`, in place of the usual one.
-        within_s: seconds by the clock, of which choosing takes no more.
+        after_s: seconds of the budget for what follows compiling.
     """
 
     device: str = "cpu"
@@ -67,7 +69,14 @@ class Compiling:
     dump: Path | None = None
     cache: bool = True
     database: TuningDatabase | None = None
-    within_s: float | None = None
+    after_s: float = 0.0
+
+    @property
+    def budget_s(self) -> float:
+        """The budget, or its default."""
+        from tilewright.compiler import DEFAULT_BUDGET_S
+
+        return DEFAULT_BUDGET_S if self.budget is None else self.budget
 
 
 _options = all_of(
@@ -153,24 +162,24 @@ def compile_program(graph: Graph, how: Compiling, phases: Phases | None = None) 
     Raises:
         InputError: the calibration data or the dump folder is no good.
     """
-    from tilewright.compiler import DEFAULT_BUDGET_S, compile
+    from tilewright.compiler import compile
     from tilewright.report.html.picture import Dump
     from tilewright.report.measure.accuracy import describe_quantization
 
     dump = None if how.dump is None else Dump(how.dump)
     if how.scheme is not None and not how.calibration:
         click.echo(f"{click.style('warning:', fg='yellow', bold=True)} {RANDOM_WARNING}", err=True)
-    with progress("calibrating and choosing kernels" if how.scheme else "choosing kernels", how.within_s) as show:
+    budget_s = left_of(how.budget_s, how.after_s)
+    with progress("calibrating and choosing kernels" if how.scheme else "choosing kernels", budget_s or None) as show:
         quantize = None if how.scheme is None else _quantization(graph, how)
         program = compile(
             graph,
             device=how.device,
-            budget_s=DEFAULT_BUDGET_S if how.budget is None else how.budget,
+            budget_s=budget_s,
             quantize=quantize,
             half=how.half,
             excess_precision=how.excess_precision,
             cache=how.database if how.database is not None else how.cache,
-            within_s=how.within_s,
             progress=show if phases is None else both(phases.progress, show),
             visit=dump if phases is None else both(phases.visit, dump),
         )
@@ -180,6 +189,12 @@ def compile_program(graph: Graph, how: Compiling, phases: Phases | None = None) 
         return program, None
     data = ", ".join(map(str, how.calibration)) or f"random inputs, seed {RANDOM_SEED}"
     return program, describe_quantization(quantize.scheme, data, program.layers)
+
+
+def left_of(budget_s: float, after_s: float = 0.0) -> float:
+    """Seconds left of a budget that counts from the command on, once so many are kept for what follows."""
+    began = click.get_current_context().find_root().meta.get(BEGAN, time.monotonic())
+    return max(0.0, began + budget_s - time.monotonic() - after_s) if budget_s > 0 else 0.0
 
 
 def _quantization(graph: Graph, how: Compiling) -> Quantization:

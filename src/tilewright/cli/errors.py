@@ -7,6 +7,7 @@ import errno
 import logging
 import os
 import sys
+import time
 import traceback
 from collections.abc import Generator
 
@@ -14,6 +15,7 @@ import click
 
 from tilewright.errors import LOGGER, TilewrightError, visible
 
+BEGAN = "tilewright.began"  # of a command's context: when the command began, by `time.monotonic`
 DIFFERS = 1
 BAD_INPUT = 2
 BUG = 70
@@ -32,6 +34,7 @@ class Group(click.Group):
         return list(self.commands)
 
     def invoke(self, ctx: click.Context) -> object:
+        ctx.meta[BEGAN] = time.monotonic()
         try:
             with log_shown():
                 result = super().invoke(ctx)

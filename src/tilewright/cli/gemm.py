@@ -11,6 +11,7 @@ import click
 
 from tilewright.cli.compile import Compiling, compile_program
 from tilewright.cli.errors import DIFFERS
+from tilewright.cli.given import progress
 from tilewright.cli.options import (
     Command,
     budget_option,
@@ -21,14 +22,14 @@ from tilewright.cli.options import (
     fill_options,
     iterations_option,
 )
-from tilewright.cli.show import measure_program, show, show_perf
+from tilewright.cli.show import before_timing, measure_program, show, show_perf
 from tilewright.errors import InputError
 
 if TYPE_CHECKING:
     from tilewright.ir.graph import Graph
 
 
-GEMM_BUDGET_S = 2.0
+GEMM_BUDGET_S = 5.0
 NOT_CONSTANT = (
     "b is given anew with every call; kernels that pack it beforehand, as a model's weights, are compared with --weights"
 )
@@ -107,9 +108,10 @@ def gemm(
         graph, feeds = baked(graph, feeds, [f.shown.name for f in feeds if f.shown.name.startswith("b")])
     elif names >= {"b_scale"} and "a_scale" not in names:
         click.echo(f"note: {NOT_CONSTANT}", err=True)
-    program, _ = compile_program(graph, Compiling(device, GEMM_BUDGET_S if budget is None else budget, cache=cache))
+    how = Compiling(device, GEMM_BUDGET_S if budget is None else budget, cache=cache)
+    program, _ = compile_program(graph, before_timing(how) if timed else how)
     if timed:
-        show_perf(measure_program(program, problem, feeds, iterations), everything, as_json)
+        show_perf(measure_program(program, problem, feeds, how, iterations), everything, as_json)
         return
     from tilewright.report.explain.explain import account
     from tilewright.report.text.other_tables import print_gemm
@@ -155,7 +157,6 @@ def table_of_rows(
     from tilewright.m_dispatch import compile_rows
     from tilewright.report.measure.inputs import baked, check_memory, make_feeds
     from tilewright.report.text.buckets_table import describe_rows, print_rows
-    from tilewright.report.text.console import progress
 
     first, last = span
     full = _at(problem, last)

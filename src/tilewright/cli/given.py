@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import functools
 import sys
+import time
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from tilewright.cli.options import F, all_of, file_options, fill_options, inputs_option
+from tilewright.progress import said
 
 if TYPE_CHECKING:
     from tilewright.ir.graph import Graph
@@ -88,10 +90,11 @@ def given_options(*, data: bool = False) -> Callable[[F], F]:
     return decorate
 
 
-def progress(what: str, within_s: float | None = None) -> AbstractContextManager[Callable[[int, int, str], None] | None]:
-    """A progress bar, without importing what draws it where standard error is no terminal; with what is left of a time."""
+def progress(what: str, within_s: float | None = None) -> AbstractContextManager[Callable[[int, int, str], None]]:
+    """A progress bar with what is left of a time; where standard error is no terminal a line every few seconds, without
+    importing what draws."""
     if not sys.stderr.isatty():
-        return nullcontext(None)
+        return said(what, None if within_s is None else time.monotonic() + within_s)
     from tilewright.report.text.console import progress as bar
 
     return bar(what, within_s)

@@ -22,7 +22,7 @@ from tilewright.cli.gemm import gemm
 from tilewright.cli.given import Given, given_options, progress
 from tilewright.cli.options import NOT_NEGATIVE, WRITTEN, Command, common_options, everything_option, iterations_option
 from tilewright.cli.reports import Reports, report_options
-from tilewright.cli.show import measure_program, show, show_perf
+from tilewright.cli.show import before_timing, measure_program, show, show_perf
 
 if TYPE_CHECKING:
     import numpy as np
@@ -173,8 +173,8 @@ def perf(
     phases = reports.phases()
     graph = given.load()
     feeds = given.feeds(graph)
-    program, quantized = compile_program(graph, how, phases)
-    measured = measure_program(program, str(given.file), feeds, iterations, quantized)
+    program, quantized = compile_program(graph, before_timing(how), phases)
+    measured = measure_program(program, str(given.file), feeds, how, iterations, quantized)
     if reports.against:
         from tilewright.cli.against import beside
 

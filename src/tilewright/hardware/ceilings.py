@@ -28,6 +28,7 @@ from tilewright.hardware.target import Target
 ROUNDS = 7
 LONGEST_S = 1.0  # after which no further round begins: a type that the processor has no unit for takes seconds a product
 LEEWAY = 1.05  # what a kernel's time may err by
+MEASURED_S = 4.0  # about what measuring them takes
 VERSION = 4  # of how ceilings are measured
 
 
@@ -40,11 +41,12 @@ class Loops:
 
     Attributes:
         peaks: by operand type, what measures 1e9 operations a second of the unit alone.
-        read: what measures 1e9 bytes a second of reading memory, by all threads.
+        read: what measures 1e9 bytes a second of reading the memory it is given, by all threads; it may write to the first
+            page.
     """
 
     peaks: Mapping[str, Callable[[], float]]
-    read: Callable[[], float]
+    read: Callable[[torch.Tensor], float]
 
 
 class Record(msgspec.Struct, frozen=True):
@@ -70,6 +72,11 @@ def cache_folder() -> Path:
     if (why := foreign(folder)) is not None:
         raise PermissionError(errno.EPERM, f"it {why}", str(folder))
     return folder
+
+
+def known(target: Target) -> bool:
+    """Tell whether this machine's rates were measured before, and are kept."""
+    return _load(_key(target), target.kind) is not None
 
 
 def with_ceilings(target: Target, *, remeasure: bool = False) -> Target:
@@ -162,7 +169,7 @@ def _measure(target: Target, key: str) -> Record:
     reads = (lambda: torch.sum(x), lambda: torch.amax(x), lambda: torch.dot(x, x))
     read = max(x.nbytes / _best_seconds(f, device) / 1e9 for f in reads)
     copy = 2 * x.nbytes / _best_seconds(lambda: y.copy_(x), device) / 1e9
-    return Record(key, peaks, max(read, copy, *(each.read() for each in loops)), copy)
+    return Record(key, peaks, max(read, copy, *(each.read(x) for each in loops)), copy)
 
 
 def _products(device: str, size: int, large: bool) -> dict[str, Callable[[], Callable[[], object]]]:

@@ -14,10 +14,10 @@ from tilewright.errors import InputError, check_type
 from tilewright.ir.ops.functions import BITS_TYPE
 from tilewright.linear.kernels import Kernels, Signature, tune
 from tilewright.linear.op import forget, kernels_for, linear, plain_linear
+from tilewright.progress import Progress
 from tilewright.runtime.checkpoint import Checkpoint, read_checkpoint
 from tilewright.runtime.quantized_weight import QuantizedWeight, pack
 from tilewright.schedule.buckets import Buckets
-from tilewright.schedule.search import Progress
 
 _OPTIONAL = ("zero_points", "offsets", "order")
 

@@ -350,12 +350,14 @@ def prepare(
     inner: Inner | None = None,
     *,
     made: type[E],
+    first: Callable[[AnyProblem], float] | None = None,
     parts: Sequence[Part] | None = None,
     constants: Mapping[Literal, torch.Tensor] | None = None,
 ) -> E:
-    """Cut the graph into steps, evaluate what depends on constants alone, and choose a kernel for each gemm. `inner` compiles
-    the regions of loops and conditionals; without it the oracle runs them. `made` is the kind of executable that is wanted,
-    `parts` what the graph was cut into before, and `constants` has values in place of literals' own."""
+    """Cut the graph into steps, evaluate what depends on constants alone, and choose a kernel for each gemm: for those problems
+    first of which `first` gives most. `inner` compiles the regions of loops and conditionals; without it the oracle runs
+    them. `made` is the kind of executable that is wanted, `parts` what the graph was cut into before, and `constants` has
+    values in place of literals' own."""
     parts = parts_for(graph, target) if parts is None else parts
     ready: dict[Node, Value] = {}
     for node in graph.nodes():
@@ -368,14 +370,17 @@ def prepare(
         raise InputError(what, where=graph.name, hint="compile the module itself")
     for node, kept in zip(held, graph.state, strict=True):
         ready[node] = kept.to(target.device)
-    steps: list[Step] = []
     for part in parts:
         if part.once:
             ready.update(zip(part.outputs, _evaluate_once(part, ready, target), strict=True))
-            continue
-        if decided(part):
-            steps.append(_kernel_step(graph, part, ready, decide))
-        else:
+    posed = {part: Posed.of(part, ready) for part in parts if not part.once and decided(part)}
+    in_turn = posed.values() if first is None else sorted(posed.values(), key=lambda p: first(p.problem), reverse=True)
+    decisions = {p.part: decide(p.problem, p.weights) for p in in_turn}
+    steps: list[Step] = []
+    for part in parts:
+        if part in posed:
+            steps.append(kernel_step(graph, posed[part], ready, decisions[part]))
+        elif not part.once:
             name = graph.origin(part.nodes[0])
             write = part.kind == "write"
             steps.append(Step(name, part, written(part, name), None) if write else _call_step(graph, part, target, inner))
@@ -388,10 +393,24 @@ def _evaluate_once(part: Part, ready: Mapping[Node, Value], target: Target) -> l
     return [_moved(v, target.device) for v in evaluate_nodes(part.outputs, bound)]
 
 
-def _kernel_step(graph: Graph, part: Part, ready: Mapping[Node, Value], decide: Decide) -> Step:
-    problem, sources = problem_of_part(part)
-    weights = {i: cast("torch.Tensor", ready[s]) for i, s in enumerate(sources) if s.constant}
-    decision = decide(problem, weights)
+@dataclass(frozen=True)
+class Posed:
+    """The problem that a part poses: its sources in order, and the values of those that are constant, by source index."""
+
+    part: Part
+    problem: AnyProblem
+    sources: tuple[Node, ...]
+    weights: Mapping[int, torch.Tensor]
+
+    @classmethod
+    def of(cls, part: Part, ready: Mapping[Node, Value]) -> Posed:
+        problem, sources = problem_of_part(part)
+        return cls(part, problem, sources, {i: cast("torch.Tensor", ready[s]) for i, s in enumerate(sources) if s.constant})
+
+
+def kernel_step(graph: Graph, posed: Posed, ready: Mapping[Node, Value], decision: Decision) -> Step:
+    """The step of a part for which a kernel was chosen, prepared with its weights."""
+    part, problem, sources, weights = posed.part, posed.problem, posed.sources, posed.weights
     name = _name(graph, part)
     order = [part.inputs.index(s) for s in sources]
     if isinstance(problem, FusionProblem):

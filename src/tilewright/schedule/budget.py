@@ -4,77 +4,89 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Collection, Mapping
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 
 import torch
 
 from tilewright.hardware.target import Target
+from tilewright.ir.ops import Const
+from tilewright.progress import Progress
 from tilewright.schedule.ahead import compile_ahead
-from tilewright.schedule.key import text_of
+from tilewright.schedule.cost import least_us
+from tilewright.schedule.key import numbers_of, text_of
 from tilewright.schedule.problem import AnyProblem
-from tilewright.schedule.search import Decision, Interruption, Progress, search
-from tilewright.schedule.tuning_database import TuningDatabase, repeat
+from tilewright.schedule.search import Decision, Interruption, search
+from tilewright.schedule.tuning_database import TuningDatabase, rebuilt, repeat
 
-LONGEST_S = 2.0  # for one problem
+LONGEST_S, LONGEST = 2.0, 0.1  # for one problem: seconds, or of a long budget the part
+EVENLY = 0.25  # of the time: shared out evenly, as what is expected of a problem may be wrong; the rest by what it can gain
+CHECKED = 2  # of problems that differ in ordinary numbers alone
+LEAST, MOST = 2.0**-24, 2.0**24  # of an ordinary number
 
 
 class SharedBudget:
-    """Chooses once for each distinct problem, sharing the budget evenly over those that nobody has chosen for yet.
+    """Chooses once for each distinct problem, within a budget of time by the clock for all of them.
 
-    Problems that differ in numbers written into their expressions alone (the scales of two layers) are timed once: the others
-    take the same candidate and schedule, built and checked for their own numbers.
+    A problem's share is by the time that a call of the program is expected to spend on it, since that is what a better kernel
+    can gain; so ask for the heaviest first (`weight`). What it takes to check the others is kept back. Once the time is over,
+    problems left take the first kernel that passes its check.
+
+    Problems that differ in numbers written into their expressions alone (the scales of two layers) are searched once: the
+    others take the same candidate and schedule, built for their own numbers. Two of them are checked, and all of those whose
+    numbers code may be written for (`ordinary`).
     """
 
     def __init__(
         self,
-        problems: Collection[AnyProblem],
+        problems: Mapping[AnyProblem, int],
         target: Target,
         budget_s: float,
         *,
         cold: bool,
         progress: Progress | None = None,
         database: TuningDatabase | None = None,
-        ends: float | None = None,
     ) -> None:
-        """A budget for a program's problems, each once.
+        """A budget for a program's problems, from now on.
 
         Args:
-            problems: all that will be asked for.
+            problems: all that will be asked for, and how many steps of the program pose each.
             target: the machine.
-            budget_s: seconds that measuring may take in all.
+            budget_s: seconds by the clock; 0 measures none.
             cold: weights come from memory, as those of a program that no cache holds.
             progress: called before each choice with how many are done, how many there are, and the problem.
             database: what is known of problems, and where decisions are kept.
-            ends: when all must be chosen, by `time.monotonic`.
         """
-        self._cold = cold
-        self._target = target
-        self._database = database
-        self.resume()
-        self._progress = progress
+        self._target, self._database, self._progress = target, database, progress
+        self._cold, self._ends = cold, time.monotonic() + budget_s
+        if database is not None:
+            database.of_program(cold=cold)
         self._total = len(problems)
         self._known: dict[AnyProblem, Decision] = {}
         self._alike: dict[str, Decision] = {}
+        self._sampled = set[str]()  # texts of which a second problem agreed with the reference, for numbers of its own
         self._texts = {p: text_of(p) for p in problems}
-        self._longest_s, self._ends = LONGEST_S, ends
-        if ends is not None:
-            self._longest_s = max(LONGEST_S, (ends - time.monotonic()) / 10)
+        self._ordinary = {p for p in problems if ordinary(p)}
+        self._longest_s = max(LONGEST_S, LONGEST * budget_s)
+        self._weights = dict[str, float]()
+        for p, count in problems.items():
+            text = self._texts[p]
+            self._weights[text] = self._weights.get(text, 0.0) + count * least_us(p, target)
         different = {text: p for p, text in self._texts.items()}
         self._accepted_s = min(budget_s / max(len(different), 1), self._longest_s)
-        unknown = [p for p in different.values() if database is None or not database.known(p, self._accepted_s)]
-        self._left = max(len(unknown), 1)
-        self._share_s = min(budget_s / self._left, self._longest_s)
+        unknown = {t: p for t, p in different.items() if database is None or not database.known(p, self._accepted_s)}
+        self._waiting = {text: self._weights[text] for text in unknown}
         if budget_s > 0 and target.kind != "cpu" and unknown:
             if progress is not None:
                 progress(0, self._total, "compiling what will be tried first")
-            compile_ahead(unknown, target, within_s=None if ends is None else (ends - time.monotonic()) / 2)
+            first = sorted(unknown.values(), key=self.weight, reverse=True)
+            compile_ahead(first, target, within_s=budget_s / 2)
 
-    def resume(self) -> None:
-        """See that what is remembered is looked up for this program again, after another."""
-        if self._database is not None:
-            self._database.of_program(cold=self._cold)
+    def weight(self, problem: AnyProblem) -> float:
+        """The time in µs that a call of the program is expected to spend on a problem and those like it, at the least."""
+        return self._weights[self._texts[problem]]
 
     def __call__(self, problem: AnyProblem, weights: Mapping[int, torch.Tensor]) -> Decision:
         if problem not in self._known:
@@ -87,7 +99,7 @@ class SharedBudget:
         text = self._texts[problem]
         model = self._alike.get(text)
         if model is not None:
-            same = self._again(problem, model, weights)
+            same = self._repeated(problem, model, weights)
             if same is not None:  # else the winner is not right for these numbers
                 return replace(
                     same,
@@ -101,67 +113,76 @@ class SharedBudget:
         self._alike.setdefault(text, decision)
         return decision
 
-    def _again(self, problem: AnyProblem, model: Decision, weights: Mapping[int, torch.Tensor]) -> Decision | None:
-        """The same candidate and schedule for a problem like another; None if they do not do."""
-        point = model.kernel.candidate, model.kernel.schedule
+    def _repeated(self, problem: AnyProblem, model: Decision, weights: Mapping[int, torch.Tensor]) -> Decision | None:
+        """The model's candidate and schedule for other numbers; None if they do not do. They are checked for the first of those
+        that are alike; for further ones only if their numbers are some that code may be written for."""
+        text, point = self._texts[problem], (model.kernel.candidate, model.kernel.schedule)
+        if text in self._sampled and {problem, model.problem} <= self._ordinary:
+            return rebuilt(problem, self._target, *point)
         if self._database is None:
-            return repeat(problem, self._target, *point, weights)
-        return self._database.again(problem, *point, weights)
+            same = repeat(problem, self._target, *point, weights)
+        else:
+            same = self._database.again(problem, *point, weights)
+        if same is not None:
+            self._sampled.add(text)
+        return same
 
     def _searched(self, problem: AnyProblem, weights: Mapping[int, torch.Tensor]) -> Decision:
         database = self._database
-        if database is None:
-            share = self._share()
-            return search(problem, self._target, budget_s=share, weights=weights, cold=self._cold, within_s=self._within(share))
-        found = database.find(problem, weights, self._accepted_s)
+        found = None if database is None else database.find(problem, weights, self._accepted_s)
         if found is not None:
+            self._waiting.pop(self._texts[problem], None)
             return found
-        share = self._share()
+        share = self._share(problem)
+        candidates = None if database is None else database.candidates(problem)
         if share <= 0:
-            among = database.candidates(problem)
-            return database.settle(
-                problem, weights, lambda: search(problem, self._target, budget_s=0, candidates=among, weights=weights)
-            )
-        with database.alone(problem, share) as first:
+            how = partial(search, problem, self._target, budget_s=0, candidates=candidates, weights=weights)
+            return how() if database is None else database.settle(problem, weights, how)
+        how = partial(search, problem, self._target, budget_s=share, weights=weights, cold=self._cold)
+        if database is None:
+            return how(within_s=self._within(share))
+        with database.alone(problem, self._accepted_s) as first:
             found = None if first else database.find(problem, weights, self._accepted_s)
             if found is not None:
                 return found
             began = time.monotonic()
             try:
-                decision = search(
-                    problem,
-                    self._target,
-                    budget_s=share,
-                    candidates=database.candidates(problem),
-                    weights=weights,
-                    cold=self._cold,
-                    within_s=self._within(share),
-                    lost=partial(database.lost, problem),
-                )
+                decision = how(candidates=candidates, within_s=self._within(share), lost=partial(database.lost, problem))
             except Interruption as stop:
                 database.keep(stop.decision, min(share, time.monotonic() - began))
                 raise
-            database.keep(decision, share)
+            database.keep(decision, self._accepted_s)  # that of a like budget is not searched again, whatever its share was
         return decision
 
-    def _share(self) -> float:
-        """Seconds for the next problem. Time to check those that follow is kept back."""
-        if self._ends is None:
-            return self._share_s
-        left, self._left = self._left, max(self._left - 1, 1)
+    def _share(self, problem: AnyProblem) -> float:
+        """Seconds for a problem that is searched now. Time to check those that follow is kept back."""
         free_s = self._ends - time.monotonic() - self._checks_s()
-        return max(0.0, min(free_s / left, self._longest_s))
+        text = self._texts[problem]
+        self._waiting.setdefault(text, self._weights[text])  # where what was known of it does not hold
+        left, whole = len(self._waiting), sum(self._waiting.values())
+        own = self._waiting.pop(text)
+        part = EVENLY / left + (1 - EVENLY) * (own / whole if whole > 0 else 1 / left)
+        return max(0.0, min(free_s * part, self._longest_s))
 
     def _checks_s(self) -> float:
         """Seconds that checking the problems left may take: what one like it took, else the median, once there is one."""
         known = [d.checked_s for d in self._known.values()]
         usual = statistics.median(known) if len(known) > 2 else 0.0
-        texts = [text for p, text in self._texts.items() if p not in self._known]
-        return sum(self._alike[t].checked_s if t in self._alike else usual for t in texts)
+        total, checked = 0.0, Counter(dict.fromkeys(self._alike, 1)) + Counter(self._sampled)
+        for problem, text in self._texts.items():
+            if problem not in self._known and (checked[text] < CHECKED or problem not in self._ordinary):
+                total += self._alike[text].checked_s if text in self._alike else usual
+                checked[text] += 1
+        return total
 
-    def _within(self, share_s: float) -> float | None:
+    def _within(self, share_s: float) -> float:
         """Seconds by the clock for a problem of such a share: while others wait, it leaves them half of the time."""
-        if self._ends is None:
-            return None
         left_s = self._ends - time.monotonic()
         return left_s if len(self._known) + 1 >= self._total else max(share_s, left_s / 2)
+
+
+def ordinary(problem: AnyProblem) -> bool:
+    """Tell whether all numbers in a problem's expressions are positive f32 of moderate size, and none is 1: code for such a
+    problem differs in the numbers alone from code for others like it."""
+    values = [n.op.data.tensor() for n in numbers_of(problem) if isinstance(n.op, Const)]
+    return all(t.dtype is torch.float32 and LEAST <= float(t) <= MOST and float(t) != 1 for t in values)

@@ -137,6 +137,18 @@ def _taken_as_it_is(problem: Problem, operand: Operand, dtype: str) -> bool:
     return operand.dtype.name == dtype and (operand.plain or constant)
 
 
+def least_us(problem: AnyProblem, target: Target) -> float:
+    """The least time in µs of any kernel, by the rates that the chip's data file states. It compares problems, not
+    candidates."""
+    ops, rate = getattr(problem, "ops", 0), 0.0
+    if ops:
+        a, b = (problem.lhs, problem.rhs) if isinstance(problem, Problem) else problem.operands[:2]  # type: ignore[union-attr]
+        operand = _multiplied(a.dtype, b.dtype, target)
+        rate = next((u.ops_per_cycle for u in target.chip.units if u.operand == operand), 0.0)
+    compute = ops / (rate * max(target.cores, 1) * clock_ghz(target) * 1e3) if rate else 0.0
+    return max(compute, _read_us("memory", problem.bytes, target, clock_ghz(target)))
+
+
 def passes(roots: Sequence[Node], *, together: bool) -> Work:
     """The work of elementwise expressions: sources are read once and results written once, by all of them `together` or by each
     operation."""

@@ -57,7 +57,7 @@ def text_of(problem: AnyProblem) -> str:
     lines += [f"{name}={value}" for name, value in attributes(problem.op).items()]
     lines += [f"{label} {len(roots)}" for label, roots in regions.items()]
     roots = [r for roots in regions.values() for r in roots]
-    stand_in = {n: Node(Input("number", n.tensor)) for n in _numbers(problem)}
+    stand_in = {n: Node(Input("number", n.tensor)) for n in numbers_of(problem)}
     return "\n".join([*lines, _printed(substitute(roots, stand_in))])
 
 
@@ -70,12 +70,12 @@ def _printed(roots: Sequence[Node]) -> str:
 def digest_of(problem: AnyProblem, *, numbers: bool = False) -> str:
     """The SHA-256 digest of a problem's text, as a key holds it; of the numbers in its expressions, too, if they count."""
     digest = hashlib.sha256(text_of(problem).encode())
-    for n in _numbers(problem) if numbers else ():
+    for n in numbers_of(problem) if numbers else ():
         digest.update(f"\0{n.type}".encode() + tensor_bytes(cast("Const", n.op).data.tensor()))
     return digest.hexdigest()
 
 
-def _numbers(problem: AnyProblem) -> list[Node]:
+def numbers_of(problem: AnyProblem) -> list[Node]:
     """The one-element constants in a problem's expressions; none of a fusion's, whose text has them."""
     if isinstance(problem, FusionProblem):
         return []

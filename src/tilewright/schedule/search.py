@@ -13,6 +13,7 @@ import torch
 from tilewright.deadline import considering
 from tilewright.errors import UnsupportedError, say
 from tilewright.hardware.target import Target
+from tilewright.progress import Progress as Progress
 from tilewright.schedule.bench import Attempt, Bench, failure, unchecked
 from tilewright.schedule.candidate import (
     LAST_RESORT,
@@ -49,8 +50,6 @@ RACE, DUEL = 0.5, 0.1  # of the budget, for the points that compete from the sta
 PREDICTED_SLOWDOWN, TORCH_US = 1.5, 10.0
 TIMING = 0.5  # of what it takes to build and check a point, for timing it: a check calls it eight times, a race at least four
 WHOLE = Schedule()  # where all of a candidate is left out, not one point
-
-Progress = Callable[[int, int, str], None]  # told how many choices are done, how many there are, and what comes next
 
 # Sentences on candidates that did not come back from a problem in this process, by problem, device and name.
 _refused: dict[tuple[AnyProblem, str, str], str] = {}

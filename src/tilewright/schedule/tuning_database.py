@@ -333,6 +333,17 @@ def repeat(
         return None
 
 
+def rebuilt(problem: AnyProblem, target: Target, candidate: str, schedule: Schedule) -> Decision | None:
+    """One point of one candidate, built and not checked: one for a problem that differs in numbers alone was. None if it cannot
+    be built, or is built otherwise."""
+    try:
+        found = next(c for c in discover() if c.name == candidate)
+        kernel = kernel_of(plan_for(found, problem, target), schedule)
+    except Exception:  # a candidate may raise anything, as in a search
+        return None
+    return Decision(problem, kernel, None, (), False, True) if kernel.schedule == schedule else None
+
+
 def offered(problem: AnyProblem, target: Target, candidate: str, schedule: Schedule) -> bool:
     """Tell whether a point is one of the candidate's own."""
     try:

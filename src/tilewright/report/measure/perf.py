@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from tilewright.ir.graph import Value
 
 
-WHOLE_S = 2.0
-STEPS_S = 4.0
+WITHIN_S = 6.0
+WHOLE = 1 / 3  # of the time, for the whole program; the rest for its steps
 PROGRESS = Callable[[int, int, str], None]
 
 
@@ -56,6 +56,7 @@ def measure(
     ceilings: Target,
     *,
     iterations: int | None = None,
+    within_s: float = WITHIN_S,
     progress: PROGRESS | None = None,
     quantized: Quantized | None = None,
     check: Callable[[Sequence[float]], Target] | None = None,
@@ -67,7 +68,8 @@ def measure(
         name: what the report calls it.
         feeds: a value for each input.
         ceilings: the program's target with its measured rates.
-        iterations: runs of the whole and of each step; as many as a few seconds allow if None.
+        iterations: runs of the whole and of each step; as many as the time allows if None, but five.
+        within_s: seconds for all of them.
         progress: called with how many steps are timed, how many there are, and the next one's name.
         quantized: what quantising the model chose, for the report.
         check: told what each step took in µs; gives the ceilings that hold in view of it.
@@ -75,7 +77,7 @@ def measure(
     inputs = bind(program, feeds)
     device = program.target.device
     alone = len(program.steps) == 1 and program.steps[0].decision is not None  # a kernel that is launched by itself
-    share = Rounds.of(iterations, STEPS_S / max(len(program.steps), 1))
+    share = Rounds.of(iterations, (1 - WHOLE) * within_s / max(len(program.steps), 1))
     taken: list[Times] = []
 
     def time_step(step: Step, values: list[Value]) -> None:
@@ -84,7 +86,7 @@ def measure(
         taken.append(device_us(lambda: step.run(values), device, share, captured=step.decision is not None))
 
     with restored(program):
-        whole = device_us(lambda: program.run(inputs), device, Rounds.of(iterations, WHOLE_S), captured=alone)
+        whole = device_us(lambda: program.run(inputs), device, Rounds.of(iterations, WHOLE * within_s), captured=alone)
         program.run(inputs, time_step)
     times = [t.median_us for t in taken]
     ceilings = ceilings if check is None else check(times)

@@ -8,7 +8,6 @@ import math
 import os
 import shutil
 import sys
-import time
 from collections.abc import Callable, Generator, Iterable
 from typing import Any, TextIO
 
@@ -25,7 +24,6 @@ NARROWEST = 32  # nothing readable fits in less: a narrower terminal wraps the l
 WIDE = 120
 LABEL_WIDTH = 56
 AROUND_LABEL = 36  # columns: spinner, bar, clock and what is between
-LINE_EVERY_S = 15.0
 
 
 class _Console(Console):
@@ -81,32 +79,13 @@ class _Left(ProgressColumn):
         return Text(f"{seconds // 60}:{seconds % 60:02d} left", style="progress.remaining")
 
 
-def _lines(what: str) -> Callable[[int, int, str], None]:
-    """Progress where nothing can be drawn: a line on standard error when the last one is some while ago."""
-    started = last = time.monotonic()
-
-    def show(done: int, total: int, following: str) -> None:
-        nonlocal last
-        now = time.monotonic()
-        if now - last >= LINE_EVERY_S:
-            last = now
-            _Console(stderr=True, markup=False, highlight=False, soft_wrap=True).print(
-                f"{what}: {done} of {total} after {now - started:.0f} s, {following}"
-            )
-
-    return show
-
-
 @contextlib.contextmanager
 def progress(what: str, within_s: float | None = None) -> Generator[Callable[[int, int, str], None]]:
-    """A progress bar on standard error while something long runs; in a log, a line now and then.
+    """A progress bar on standard error, a terminal, while something long runs.
 
     The function given takes how many are done, how many there are, and what comes next. The bar shows what is left of
     `within_s`, if given, else how long it has been.
     """
-    if not sys.stderr.isatty():
-        yield _lines(what)
-        return
     width = shutil.get_terminal_size().columns - len(what) - AROUND_LABEL
     label = Column(width=max(1, min(LABEL_WIDTH, width)), no_wrap=True, overflow="ellipsis")
     clock = TimeElapsedColumn() if within_s is None else _Left(within_s)
