@@ -10,7 +10,7 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from tilewright.dtype import BF16, F32, DType
+from tilewright.dtype import BF16, F16, F32, DType
 from tilewright.ir.build import broadcast, reshape, slice_, transpose
 from tilewright.ir.graph import Node, substitute, toposort
 from tilewright.ir.ops import (
@@ -61,8 +61,8 @@ class Sources:
         return substitute(roots, moved)
 
 
-REDUCED_PRECISION_SAFE = frozenset({"gelu"})  # of which kernels have a form for values that are rounded to bf16 at once
-ROUNDED_AT_ONCE = 2.0**-14  # the rounding to bf16 itself: up to 2^-9
+REDUCED_PRECISION_SAFE = frozenset({"gelu"})  # of which kernels have a form for values that are rounded to 16 bits at once
+ROUNDED_AT_ONCE = 2.0**-14  # the rounding to bf16 itself: up to 2^-9; to f16, up to 2^-11
 REDUCED_PRECISION_SAFE_TO_8_BITS = frozenset({"gelu", "gelu_tanh"})  # and for values that are quantised to 8 bits at once
 QUANTISED_AT_ONCE = 2.0**-8  # the rounding to f8e4m3fn itself: up to 2^-4; to s8, up to 2^-8 of the largest value
 
@@ -88,18 +88,24 @@ def depends_on_acc(roots: Sequence[Node], also: Collection[Node] = ()) -> set[No
     return found
 
 
-def rounds_to_bf16(n: Node) -> bool:
-    """Tell whether a node only rounds the f32 value of a function in `REDUCED_PRECISION_SAFE` to bf16. A kernel may compute
-    that value to `ROUNDED_AT_ONCE` of it: a thirty-second of what the rounding may change."""
+def rounds_to_16_bits(n: Node) -> bool:
+    """Tell whether a node only rounds the f32 value of a function in `REDUCED_PRECISION_SAFE` to bf16 or f16. A kernel may
+    compute that value to `ROUNDED_AT_ONCE` of it: a thirty-second or an eighth of what the rounding may change."""
     function = n.src[0].op if isinstance(n.op, Convert) else None
-    return isinstance(function, Map) and function.fn in REDUCED_PRECISION_SAFE and n.dtype is BF16 and n.src[0].dtype is F32
+    known = isinstance(function, Map) and function.fn in REDUCED_PRECISION_SAFE
+    return known and n.dtype in (BF16, F16) and n.src[0].dtype is F32
 
 
-def rounded_at_once(*roots: Node) -> set[Node]:
-    """The values in expressions that are computed together that nothing reads but such roundings."""
+def rounded_at_once(*roots: Node) -> dict[Node, DType]:
+    """The values in expressions computed together that nothing reads but such roundings, and the type of theirs; bf16, which
+    reaches further down, where there are both."""
     order = toposort(roots)
-    read = {s for n in order if not rounds_to_bf16(n) for s in n.src}
-    return {n.src[0] for n in order if rounds_to_bf16(n)} - read - {*roots}
+    read = {s for n in order if not rounds_to_16_bits(n) for s in n.src} | {*roots}
+    found: dict[Node, DType] = {}
+    for n in order:
+        if rounds_to_16_bits(n) and n.src[0] not in read:
+            found[n.src[0]] = BF16 if found.get(n.src[0], n.dtype) is BF16 else n.dtype
+    return found
 
 
 def quantised_to_8_bits(n: Node) -> Node | None:

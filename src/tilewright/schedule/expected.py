@@ -28,7 +28,7 @@ import torch
 from tilewright.dtype import F32
 from tilewright.ir.anchor import acc_of, operands_of, stores_of
 from tilewright.ir.evaluate import accumulate_in_float64, evaluate_nodes
-from tilewright.ir.expression import QUANTISED_AT_ONCE, ROUNDED_AT_ONCE, depends_on_acc, quantised_to_8_bits, rounds_to_bf16
+from tilewright.ir.expression import QUANTISED_AT_ONCE, ROUNDED_AT_ONCE, depends_on_acc, quantised_to_8_bits, rounds_to_16_bits
 from tilewright.ir.graph import Node, toposort
 from tilewright.ir.ops import Acc, LayerNorm, Map, Param, Reduce, Select, Softmax
 from tilewright.ir.ops.gemm import matmul_exact
@@ -361,7 +361,7 @@ def _carried(
 
 def _inflated(n: Node, src: Sequence[Interval], share: float) -> list[Interval]:
     """The operands of a node, the first with tolerance for a function whose value is rounded at once, or a share of that."""
-    slack = ROUNDED_AT_ONCE if rounds_to_bf16(n) else QUANTISED_AT_ONCE if quantised_to_8_bits(n) is not None else 0.0
+    slack = ROUNDED_AT_ONCE if rounds_to_16_bits(n) else QUANTISED_AT_ONCE if quantised_to_8_bits(n) is not None else 0.0
     return [inflate(src[0], share * slack), *src[1:]] if slack else list(src)
 
 

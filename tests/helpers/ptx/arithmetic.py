@@ -220,6 +220,17 @@ def logic(table: int) -> Function:
     return general
 
 
+def packed(kind: str) -> Function:
+    """`cvt.pack.sat` of two s32 to bytes: the first above the second, and these below the low half of a third word."""
+    low, high = (-128, 127) if kind == "s8" else (0, 255)
+
+    def pack(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
+        upper, lower = (np.clip(x, low, high).astype(np.int64) & 255 for x in (a, b))
+        return (upper << 8 | lower | (np.asarray(c).astype(np.int64) & 0xFFFF) << 16).astype(u4)
+
+    return pack
+
+
 def permuted(a: np.ndarray, b: np.ndarray, selector: np.ndarray) -> np.ndarray:
     """`prmt`: bytes of two words, or their signs."""
     a, b, selector = (np.ascontiguousarray(x) for x in np.broadcast_arrays(np.atleast_1d(a), b, selector))

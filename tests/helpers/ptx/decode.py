@@ -336,6 +336,9 @@ class Program:
             return self._move(ins, t)
         if root == "cvta":
             return self.put(ins, ops[0], self.value(ops[1], "u64"), "u64")
+        if root == "cvt" and mods[:2] == ["pack", "sat"]:
+            given = ", ".join([self.value(o, "s32") for o in ops[1:3]] + [self.value(ops[3], "b32")])
+            return self.put(ins, ops[0], f"{self.bound(arithmetic.packed(mods[2]))}({given})", "b32")
         if root == "cvt":
             return self._cast(ins, mods)
         if root in ("setp", "set"):

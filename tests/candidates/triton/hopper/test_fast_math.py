@@ -75,3 +75,10 @@ def test_what_else_reads_a_gelu_keeps_its_digits():
 @pytest.mark.parametrize(("kind", "scale"), [(F32, 0.1), (F16, 1e-6), (F16, 1e6)])
 def test_what_f16_does_not_hold_is_computed_in_f32(kind, scale):
     assert "ex2.approx.ftz.f32" in str(text_of(quantised("gelu", F8E4M3FN, scale, kind)))
+
+
+@pytest.mark.parametrize("to", [F8E4M3FN, S8, U8])
+def test_codes_of_f32_take_no_selection_and_no_division(to):
+    text = str(text_of(quantised("gelu", to, 0.1, F32)))
+    assert "where" not in text and " / " not in text
+    assert ("cvt.pack.sat" in text) == to.is_integer

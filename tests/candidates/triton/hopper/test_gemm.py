@@ -9,7 +9,7 @@ import pytest
 from gated import gated, of_ranges
 from ptx import emulate
 
-from tilewright.dtype import BF16, F8E4M3FN, F16, F32, S8
+from tilewright.dtype import BF16, F8E4M3FN, F16, F32, S8, U8
 from tilewright.hardware.chips.nvidia_h200 import CHIP
 from tilewright.hardware.target import Target
 from tilewright.ir.build import const, convert, input_, map_, reshape, slice_, transpose
@@ -75,8 +75,8 @@ def alike_heads(batch=2, tokens=384, width=768, count=12, *, joined=False):
     return problem_of(Node(Gemm(S8.accumulator, params[0], params[1], tuple(stores)), *src))
 
 
-def layer(dtype, width, function=None, out=None, rows=(64, 384), depth=768):
-    """A product of a layer of BERT, with constant scales: bias, then a function and codes, or a residual."""
+def layer(dtype, width, function=None, out=None, rows=(64, 384), depth=768, between=F16):
+    """A product of a layer of BERT, with constant scales: bias, then a function and codes, or a residual, of type `between`."""
     lhs, rhs, scale, bias, residual = (
         input_(name, kind, shape)
         for name, kind, shape in (
@@ -91,7 +91,7 @@ def layer(dtype, width, function=None, out=None, rows=(64, 384), depth=768):
     params = [Node(Param(i, s.tensor)) for i, s in enumerate(src)]
     acc = Node(Acc(Gemm(dtype.accumulator, params[0], params[1], (params[0],)).acc_type))
     x = map_("multiply", map_("multiply", convert(acc, F32), const(0.01, F32)), params[2])
-    x = convert(map_("add", x, convert(params[3], F32)), F16)
+    x = convert(map_("add", x, convert(params[3], F32)), between)
     if function is None:
         x = map_("add", x, params[4])
     else:
@@ -176,6 +176,16 @@ CASES = {
         layer(S8, 3072, "gelu_tanh", S8),
         replace(WHOLE, tile_n=128, num_stages=6, pingpong=True, multicast=True, vector_store=True, blocks=132),
         ["IGMMA.64x128x32", "MUFU.EX2.F16", "HFMA2", r"UTMALDG.2D.MULTICAST", "UTMASTG.2D"],
+    ),
+    "s8, gelu of f32, s8 out, ping-pong": (
+        layer(S8, 3072, "gelu", S8, between=F32),
+        replace(WHOLE, tile_n=192, pingpong=True, vector_store=True),
+        ["IGMMA.64x192x32", "MUFU.EX2 ", "I2IP.S8.S32.SAT", "UTMASTG.2D"],
+    ),
+    "fp8, gelu of f32, fp8 out, ping-pong": (
+        layer(F8E4M3FN, 3072, "gelu", F8E4M3FN, between=F32),
+        replace(WHOLE, tile_n=192, pingpong=True, vector_store=True),
+        ["QGMMA.64x192x32", "MUFU.EX2 ", "F2FP.SATFINITE.E4M3.F32", "UTMASTG.2D"],
     ),
     "fp8, residual by TMA": (
         layer(F8E4M3FN, 768),
@@ -378,6 +388,17 @@ def test_gate_and_up_meet_in_the_registers_of_one_tile():
     kernel, sass = machine_code(p, point)
     assert "HGMMA.64x192x16.F32.BF16" in sass and needs(kernel).spills == 0
     assert sass.count("UTMASTG") == 2 * 96 // 32  # both warpgroups: subtiles of 32 columns, of 96 a tile
+
+
+@pytest.mark.parametrize("out", [S8, U8, F8E4M3FN])
+@pytest.mark.parametrize("function", ["gelu", "gelu_tanh"])
+def test_codes_of_a_function_of_f32(function, out):
+    p = layer(S8, 64, function, out, rows=(130,), depth=128, between=F32)
+    sources = random_sources(p)
+    x = sources[0]
+    x[:3], x[3:5] = 127, -128  # large values of both signs
+    given = emulate(CANDIDATE, p, Schedule.of_point(replace(WHOLE, tile_n=64, blocks=2)), sources)
+    assert check(p, expect(p, sources), given) is None
 
 
 @pytest.mark.thin(3)

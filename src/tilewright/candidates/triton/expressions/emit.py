@@ -77,7 +77,7 @@ class Emitter(Printer):
     ) -> None:
         super().__init__(text, fp8)
         self.tile, self.pointer = tile, pointer
-        self._coarse: set[Node] = set()  # values that are rounded to bf16 at once
+        self._coarse: Mapping[Node, DType] = {}  # values that are rounded to 16 bits at once
         self._codes_of: dict[Node, Node] = {}  # quantisations to 8 bits, and the functions they alone read
 
     def value(self, access: Access) -> str:
@@ -248,9 +248,7 @@ class Emitter(Printer):
             return GELU_TO_8_BITS[n.op.fn]
         if n.op.fn != "gelu":
             return None
-        if n.dtype is F16:
-            return GELU_TO_F16
-        return GELU_TO_BF16 if n.dtype is BF16 or n in self._coarse else None
+        return {F16: GELU_TO_F16, BF16: GELU_TO_BF16}.get(self._coarse.get(n, n.dtype))
 
     def _constant(self, n: Node) -> str:
         assert isinstance(n.op, Const)

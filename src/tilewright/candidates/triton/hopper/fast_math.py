@@ -9,14 +9,16 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 
 from tilewright.candidates.triton.expressions.emit import Emitter, Tile
+from tilewright.candidates.triton.expressions.printer import ROUND, ROUND_BITS, in_registers
 from tilewright.candidates.triton.expressions.text import Text
-from tilewright.dtype import F8E4M3FN, F8E5M2, F16, F32, S8, U8
+from tilewright.dtype import F8E4M3FN, F8E5M2, F16, F32, S8, U8, DType
 from tilewright.ir.expression import depends_on_acc, quantised_at_once
 from tilewright.ir.graph import Node
 from tilewright.ir.ops import Const, Map, Quantize
 from tilewright.lowering.access import Access
+from tilewright.lowering.scalar.conversions import narrowed
 from tilewright.lowering.scalar.functions import GELU_TO_8_BITS, LOG2_E
-from tilewright.lowering.scalar.values import Operand, Value
+from tilewright.lowering.scalar.values import Operand, Value, polynomial
 
 NATIVE_FP8 = frozenset({"f8e4m3fn", "f8e5m2"})
 MAGIC = 1536  # added to f16 below 512 it leaves the nearest whole number in the low bits of the sum
@@ -27,7 +29,8 @@ class FastMath(Emitter):
     flushed to zero where those are below the normal numbers: what x / (1 + e^y) is then is below them as well.
 
     Factors of the accumulator are multiplied by one another first, since those of columns or scalars are few, and what is added
-    then is added in the same instruction. A gelu of f16 that is quantised at once is computed in f16, two at a time.
+    then is added in the same instruction. A gelu of f16 that is quantised at once is computed in f16, two at a time, and one of
+    f32 without what only infinities and NaN need.
     """
 
     exponent = LOG2_E
@@ -39,10 +42,16 @@ class FastMath(Emitter):
         self._scaled: dict[str, tuple[str, str]] = {}  # products that are not computed yet: value and factor
         self._of_tile: set[Node] = set()
         self._in_halves: dict[Node, Node] = {}
+        self._in_f32: dict[Node, Node] = {}
 
     def values(self, roots: Sequence[Node], access: Access) -> list[str]:
         self._of_tile = depends_on_acc((access.root,), self.tile.near)
-        self._in_halves = {n: f for n, f in quantised_at_once(access.root).items() if _fits_halves(n, f)}
+        self._in_halves, self._in_f32 = {}, {}
+        for n, f in quantised_at_once(access.root).items():
+            if _fits_halves(n, f):
+                self._in_halves[n] = f
+            elif f.dtype is F32 and _saturates_by_a_constant(n) and 2.0**-100 <= _inverse(n) <= 2.0**20:
+                self._in_f32[n] = f
         return [self._computed(v) for v in super().values(roots, access)]
 
     def over(self, x: Operand, y: Value) -> Value:
@@ -62,7 +71,10 @@ class FastMath(Emitter):
         if n in self._in_halves:
             function = self._in_halves[n]
             return self._quantised_gelu(n, function, self._computed(done[function.src[0]]))
-        if n in self._in_halves.values() or (n.src and not done[n.src[0]]):
+        if n in self._in_f32:
+            function = self._in_f32[n]
+            return self._quantised_gelu_of_f32(n, function, self.named(self._computed(done[function.src[0]]), F32)).name
+        if n in self._in_halves.values() or n in self._in_f32.values() or (n.src and not done[n.src[0]]):
             return ""  # part of the quantisation
         if isinstance(n.op, Map) and n.dtype is F32 and len(n.src) == 2 and sum(s in self._of_tile for s in n.src) == 1:
             value, other = sorted(n.src, key=lambda s: s not in self._of_tile)
@@ -117,6 +129,31 @@ class FastMath(Emitter):
         text, inverse = f'"{{ {" ".join(lines)} }}", "=r,r,r,r,r,r,r"', self.text.number((n, "halves"), twice(_inverse(n)))
         return self.text.v(f"gl.inline_asm_elementwise({text}, [{x}, {inverse}], dtype=gl.{kind}, is_pure=True, pack=4)")
 
+    def _quantised_gelu_of_f32(self, n: Node, function: Node, x: Value) -> Value:
+        """Codes of a gelu of f32, in 12 instructions an element. A NaN becomes the integer 0, and stays in a float.
+
+        Rounding to f16 first would take 8, but then small negative values are up to 2^-7 off, and s8 codes a quarter of a step.
+        """
+        assert isinstance(function.op, Map)
+        coefficients, to = GELU_TO_8_BITS[function.op.fn]
+        size = x.abs().min(to)
+        positive = x.max(0.0) if n.dtype.is_integer else self.fma(x.abs(), 0.5, x * 0.5)
+        value = self.fma(self.power(polynomial(size, coefficients)), -size, positive)
+        inverse = self.named(self.text.number((n, "inverse"), _inverse(n)), F32)
+        if n.dtype.is_float:
+            return narrowed(value * inverse, n.dtype, saturate=True)
+        rounded = self.fma(value, inverse, ROUND).min(ROUND + float(n.dtype.max))
+        return self._saturated(rounded, n.dtype)
+
+    def _saturated(self, x: Value, dtype: DType) -> Value:
+        """Codes of whole numbers to which `ROUND` is added, four at a time: the least code for what is below it."""
+        pack = f"cvt.pack.sat.{dtype.name}.s32.b32"
+        lines = [".reg .b32 a0, a1, a2, a3, pair;", *(f"sub.s32 a{i}, ${i + 1}, {ROUND_BITS:#x};" for i in range(4))]
+        lines += [f"{pack} pair, a3, a2, 0;", f"{pack} $0, a1, a0, pair;"]
+        kind = in_registers(dtype)
+        text = f'"{{ {" ".join(lines)} }}", "=r,r,r,r,r"'
+        return self._made(dtype, f"gl.inline_asm_elementwise({text}, [{x.name}], dtype=gl.{kind}, is_pure=True, pack=4)")
+
     def _two_gelus(self, n: Node, x: str, q: str, terms: int) -> list[str]:
         """max(x, 0) - |x| 2^P(|x|) over the scale. An integer's NaN is 0, which the maximum gives; a float's stays, and that
         of minus infinity."""
@@ -134,13 +171,17 @@ class FastMath(Emitter):
 
 
 def _fits_halves(n: Node, function: Node) -> bool:
-    """Tell whether a quantisation can divide in f16: by a number whose inverse is a normal one there."""
+    """Tell whether a quantised function can be computed in f16, whose normal numbers hold the inverse of the scale."""
+    return function.dtype is F16 and _saturates_by_a_constant(n) and 2.0**-14 <= _inverse(n) < 2.0**15
+
+
+def _saturates_by_a_constant(n: Node) -> bool:
+    """Tell whether a quantisation divides by one known number, without a zero point, and saturates."""
     op, scale = n.op, n.src[1].op
     assert isinstance(op, Quantize)
-    if not isinstance(scale, Const) or n.src[1].tensor.elements != 1 or len(n.src) != 2 or function.dtype is not F16:
+    if not isinstance(scale, Const) or n.src[1].tensor.elements != 1 or len(n.src) != 2:
         return False
-    saturates = n.dtype in (S8, U8) or (n.dtype in (F8E4M3FN, F8E5M2) and op.overflow == "saturate")
-    return saturates and 2.0**-14 <= _inverse(n) < 2.0**15
+    return n.dtype in (S8, U8) or (n.dtype in (F8E4M3FN, F8E5M2) and op.overflow == "saturate")
 
 
 def _inverse(n: Node) -> float:
