@@ -69,7 +69,8 @@ def online(q, end, head, tile, factors, side, config, load_k, load_v, score):
     row_max, row_sum = nothing_seen(config)
     for start in range(0, end, config.tile_n):
         scores = scores_of(q, start, ragged, head, tile, side, config, load_k, score)
-        weights, alpha, row_max, row_sum = carry(scores, row_max, row_sum, factors, config)
+        weights, alpha, row_max = carry(scores, row_max, factors, config)
+        row_sum = row_sum * alpha + tl.sum(weights, 1)
         acc = acc * alpha[:, None]
         acc = multiply_values(weights, start, ragged, head, acc, side, config, load_v)
     return acc * inverse_of(row_sum, config)[:, None]
@@ -82,7 +83,8 @@ def twice(q, end, head, tile, factors, side, config, load_k, load_v, score, roun
     row_max, row_sum = nothing_seen(config)
     for start in range(0, end, config.tile_n):
         scores = scores_of(q, start, ragged, head, tile, side, config, load_k, score)
-        _, _, row_max, row_sum = carry(scores, row_max, row_sum, factors, config)
+        weights, alpha, row_max = carry(scores, row_max, factors, config)
+        row_sum = row_sum * alpha + tl.sum(weights, 1)
     inverse, base = inverse_of(row_sum, config), base_of(row_max, config)
     acc = tl.zeros([config.tile_m, config.width], tl.float32)
     for start in range(0, end, config.tile_n):
@@ -167,13 +169,13 @@ def weights_of(scores, base, factors, config):
 
 
 @triton.jit
-def carry(scores, row_max, row_sum, factors, config):
-    """A tile's weights with respect to the highest score so far, what becomes of earlier ones, that score, and their sum."""
+def carry(scores, row_max, factors, config):
+    """A tile's weights with respect to the highest score so far, what becomes of earlier ones, and that score."""
     new_max = tl.maximum(row_max, tl.max(scores, 1))
     base = base_of(new_max, config)
     weights = weights_of(scores, base, factors, config)
     alpha = tl.exp(row_max - base) if config.exact else tl.exp2((row_max - base) * factors[0])
-    return weights, alpha, new_max, row_sum * alpha + tl.sum(weights, 1)
+    return weights, alpha, new_max
 
 
 @triton.jit

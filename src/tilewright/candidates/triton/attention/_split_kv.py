@@ -61,15 +61,17 @@ def part_of_keys(part, head, tile, factors, side, config, load_q, load_k, load_v
     begin = part * config.chunks // config.split_kv * config.tile_n
     end = tl.minimum((part + 1) * config.chunks // config.split_kv * config.tile_n, config.keys)
     acc = tl.zeros([config.tile_m, config.width], tl.float32)
-    row_max, row_sum = nothing_seen(config)
+    row_max, _ = nothing_seen(config)
+    sums = tl.zeros([config.tile_m, config.tile_n], tl.float32)  # of weights; warps exchange them after the last tile
     for start in range(begin, end, config.tile_n):
         if config.copies_queries:  # what seems to depend on the step is copied with its keys, which do not wait for it
             q = load_q(rows + (start >> 31), row_mask, short, side)
         scores = scores_of(q, start, ragged, head, tile, side, config, load_k, score)
-        weights, alpha, row_max, row_sum = carry(scores, row_max, row_sum, factors, config)
+        weights, alpha, row_max = carry(scores, row_max, factors, config)
+        sums = sums * alpha[:, None] + weights
         acc = acc * alpha[:, None]
         acc = multiply_values(weights, start, ragged, head, acc, side, config, load_v)
-    return acc, row_max, row_sum
+    return acc, row_max, tl.sum(sums, 1)
 
 
 # -- the workspace: sums of every part, rows by columns; behind those of all parts, maxima and sums of weights of each
