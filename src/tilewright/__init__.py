@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from tilewright.errors import TilewrightError
     from tilewright.frontends import load
     from tilewright.linear.module import Linear
-    from tilewright.linear.replace import quantize_
+    from tilewright.linear.replace import prepare, quantize_
     from tilewright.m_dispatch import AnyRows, compile_rows
     from tilewright.product import matmul
     from tilewright.program import Program
@@ -33,6 +33,7 @@ __all__ = [
     "load",
     "matmul",
     "pack",
+    "prepare",
     "quantize_",
     "read_checkpoint",
     "scheme",
@@ -54,6 +55,7 @@ _HOME = {
     "QuantizedWeight": "tilewright.runtime.quantized_weight",
     "pack": "tilewright.runtime.quantized_weight",
     "quantize_": "tilewright.linear.replace",
+    "prepare": "tilewright.linear.replace",
     "read_checkpoint": "tilewright.runtime.checkpoint",
     "weights_of": "tilewright.runtime.checkpoint",
 }

@@ -113,8 +113,10 @@ class AnyRows:
         """The problems for a number of rows that nobody has chosen a kernel for, in this process or another."""
         with self._lock:
             family = self._family(rows)
-            known = TuningDatabase(self.target, user_cache(), family="" if family is None else family.name)
             asked = [p for p in self._cut_for(rows).problems if self._key(p, family) not in _decided]
+            if not asked:
+                return []
+            known = TuningDatabase(self.target, user_cache(), family="" if family is None else family.name)
             return [p for p in asked if not known.known(p, 0)]
 
     def __call__(self, *args: object, **kwargs: object) -> object:

@@ -17,10 +17,12 @@ from torch.library import opcheck
 import tilewright
 from tilewright.dtype import S4
 from tilewright.errors import InputError, TypeMismatchError
+from tilewright.hardware.detect import detect
 from tilewright.linear import kernels, op
 from tilewright.linear.kernels import MOST_ROWS_OF_A_CPU, pieces, rungs
 from tilewright.m_dispatch import MOST_ROWS
 from tilewright.runtime.quantized_weight import QuantizedWeight, pack
+from tilewright.schedule import packed
 
 LIMIT = {torch.float32: 2e-6, torch.bfloat16: 3e-3, torch.float16: 3e-4}
 
@@ -515,3 +517,42 @@ def test_a_state_dict_of_8_bit_activations_is_not_taken_for_another():
         plain.load_state_dict(coded.state_dict())
     with pytest.raises((InputError, RuntimeError), match="activations in 8 bits"):
         coded.load_state_dict(plain.state_dict())
+
+
+def test_a_model_is_prepared_layer_by_layer_and_compiled_for_at_once(monkeypatch):
+    model = torch.nn.Sequential(*[torch.nn.Linear(96, 96) for _ in range(3)], torch.nn.Linear(96, 48))
+    tilewright.quantize_(model, "w4g32")
+    asked = []
+    monkeypatch.setattr(kernels, "compile_ahead", lambda problems, target, *, first: asked.append((problems, first)))
+    monkeypatch.setattr("tilewright.linear.replace.detect", lambda device: dataclasses.replace(detect(device), kind="cuda"))
+    tilewright.prepare(model, [1, 2, 1])
+    assert all(set(layer.candidates()) == {1, 2} for layer in model)
+    ((problems, first),) = asked
+    assert first and sorted((p.M, p.N) for p in problems) == [(1, 48), (1, 96), (2, 48), (2, 96)]
+    tilewright.prepare(model, 2)
+    assert asked[1:] == [([], True)]
+    with pytest.raises(InputError, match="no kernel for 0 rows"):
+        tilewright.prepare(model, [1, 0])
+    with pytest.raises(InputError, match="an argument of type list \\(model\\)"):
+        tilewright.prepare([], 1)
+
+
+def test_a_weight_is_unpacked_and_hashed_once_for_all_rows(monkeypatch):
+    layer = tilewright.Linear.from_float(torch.nn.Linear(256, 96), group_size=32)
+    hashed, unpacked, bits, codes = [], [], packed.bits_of, QuantizedWeight.codes
+    monkeypatch.setattr(packed, "bits_of", lambda t: hashed.append(tuple(t.shape)) or bits(t))
+    monkeypatch.setattr(QuantizedWeight, "codes", property(lambda w: unpacked.append(w.shape) or codes.fget(w)))
+    layer.prepare([1, 2, 3, 4])
+    assert unpacked == [(96, 256)] and sorted(hashed) == [(96, 8), (96, 256)]
+
+
+def test_what_is_not_written_is_hashed_once_and_in_its_block_alone():
+    one, other = torch.arange(64.0), torch.arange(64.0)
+    with packed.unwritten([one, one.view(8, 8).t()]):
+        before = packed._bits(one)
+        one[0] = 1.0
+        assert packed._bits(one) == before == packed._bits(other)
+        assert packed._bits(one[:32]) != before
+        other[0] = 1.0
+        assert packed._bits(other) != before
+    assert packed._bits(one) != before

@@ -305,8 +305,8 @@ class Kernels:
         return [p for rung in rungs if rung not in self._ready for p in at.unknown(rung)]
 
     def _made(self, rungs: Sequence[int]) -> dict[int, Program]:
-        if self._gpu and len(rungs) > 1:
-            compile_ahead(self.unknown(rungs), detect(self.signature.device), first=True)
+        if len(rungs) > 1:
+            compile_first(self.unknown(rungs), detect(self.signature.device))
         if self._shared is None:
             assert self._own is not None
             made = {rung: self._own.at(rung) for rung in rungs}
@@ -327,6 +327,18 @@ class Kernels:
             kernels = [s.decision.kernel for s in program.steps if s.decision is not None]
             found[rung] = max(kernels, key=lambda k: k.packed_bytes).candidate
         return found
+
+
+_compiled: set[tuple[AnyProblem, str]] = set()
+
+
+def compile_first(problems: Iterable[AnyProblem], target: Target) -> None:
+    """Compile for a GPU, in several processes, what will be tried first for these problems; each problem once."""
+    if target.kind == "cpu":
+        return
+    wanted = [p for p in dict.fromkeys(problems) if (p, target.device) not in _compiled]
+    _compiled.update((p, target.device) for p in wanted)
+    compile_ahead(wanted, target, first=True)
 
 
 def _elsewhere(make: Callable[[Sequence[int]], dict[int, Program]], rungs: Sequence[int]) -> dict[int, Program]:

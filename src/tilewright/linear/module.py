@@ -110,6 +110,18 @@ class LayerWeight(QuantizedWeight):
         return func(*given, **named)
 
 
+def numbers_of_rows(rows: int | Iterable[int]) -> list[int]:
+    """One number of rows, or several, as a list.
+
+    Raises:
+        InputError: one is below 1.
+    """
+    wanted = [rows] if isinstance(rows, int) else list(rows)
+    if any(r < 1 for r in wanted):
+        raise InputError(f"no kernel for {min(wanted)} rows", hint="1 or more")
+    return wanted
+
+
 class Linear(torch.nn.Module):
     """y = x @ weight^T + bias with a quantised weight, for x of any leading axes, in f16, bf16 or f32 (or in f64,
     as `torch.autograd.gradcheck` has it: slowly, by a product of the dequantised weight).
@@ -249,10 +261,8 @@ class Linear(torch.nn.Module):
         Raises:
             InputError: a number of rows below 1.
         """
-        wanted = [rows] if isinstance(rows, int) else list(rows)
-        if any(r < 1 for r in wanted):
-            raise InputError(f"no kernel for {min(wanted)} rows", hint="1 or more")
-        self._kernels(dtype).prepare(wanted)
+        wanted = numbers_of_rows(rows)
+        self.kernels(dtype).prepare(wanted)
         for count in wanted:
             self(torch.zeros(count, self.in_features, dtype=self._usual(dtype), device=self.packed.device))
         return self
@@ -281,9 +291,10 @@ class Linear(torch.nn.Module):
 
     def candidates(self, dtype: torch.dtype | None = None) -> dict[int, str]:
         """The candidate that multiplies, by the rows of each kernel that is ready."""
-        return self._kernels(dtype).candidates()
+        return self.kernels(dtype).candidates()
 
-    def _kernels(self, dtype: torch.dtype | None) -> Kernels:
+    def kernels(self, dtype: torch.dtype | None) -> Kernels:
+        """Its kernels for activations of a type, the usual one if that is None."""
         return kernels_for(self.weight, self._usual(dtype), self._bias_type(), quantize_activations=self.quantize_activations)
 
     def _bias_type(self) -> torch.dtype | None:

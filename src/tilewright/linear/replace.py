@@ -1,10 +1,10 @@
-"""`quantize_`: the linear layers of a model replaced by quantised ones, in place."""
+"""`quantize_`: the linear layers of a model replaced by quantised ones, in place; `prepare`: their kernels made beforehand."""
 
 from __future__ import annotations
 
 import re
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import cast
@@ -14,10 +14,13 @@ import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from tilewright.errors import InputError, TypeMismatchError, check_type
-from tilewright.linear.module import Linear
+from tilewright.hardware.detect import detect
+from tilewright.linear.kernels import compile_first
+from tilewright.linear.module import Linear, numbers_of_rows
 from tilewright.rules.calibrate import shares
 from tilewright.runtime.checkpoint import Checkpoint, some
 from tilewright.runtime.quantized_weight import QuantizedWeight, pack
+from tilewright.schedule.problem import AnyProblem
 
 SCHEMES = (
     "w4g32, w4g64, w4g128, w8, w8g128 (any group; one scale a row without); z after for zero points (w4g64z), "
@@ -133,6 +136,32 @@ def quantize_(
     held = sum({m.packed: m.weight.nbytes for m in model.modules() if isinstance(m, Linear)}.values())
     unused = tuple(n for n in given if n not in layers)
     return Replaced(schemes, skipped, before, after, tuple(shared), unused, left, held + sum(left.values()))
+
+
+def prepare(model: torch.nn.Module, rows: int | Iterable[int], dtype: torch.dtype | None = None) -> None:
+    """Make the kernels of every quantised layer of a model for so many rows now, and not in the first calls with them.
+
+    It does what each layer's `prepare` does. For a GPU all that is not known yet is compiled first, in several processes.
+
+    Args:
+        model: what `quantize_` was given.
+        rows: one number of rows, or several.
+        dtype: of the activations; by default that of each layer's bias, or else of its scales.
+
+    Raises:
+        InputError: a number of rows below 1; the model is no module.
+    """
+    check_type(model, torch.nn.Module, "model", "a torch.nn.Module that tilewright.quantize_ was given")
+    wanted = numbers_of_rows(rows)
+    layers = [m for m in model.modules() if isinstance(m, Linear)]
+    forms = {kernels.signature: kernels for kernels in (m.kernels(dtype) for m in layers)}
+    unknown: dict[str, list[AnyProblem]] = {}
+    for form, kernels in forms.items():
+        unknown.setdefault(form.device, []).extend(kernels.unknown(wanted))
+    for device, problems in unknown.items():
+        compile_first(problems, detect(device))
+    for layer in layers:
+        layer.prepare(wanted, dtype)
 
 
 def _left_in_float(model: torch.nn.Module) -> dict[str, int]:
