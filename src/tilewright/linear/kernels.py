@@ -227,7 +227,8 @@ class Kernels:
     """
 
     def __init__(self, signature: Signature, weight: Callable[[], QuantizedWeight]) -> None:
-        self.signature, self._weight = signature, weight
+        self.signature: Signature = signature
+        self._weight = weight
         target = detect(signature.device)
         self._gpu, self._most = target.kind != "cpu", most_rows(target)
         self._shared = _Shared.of(signature)
