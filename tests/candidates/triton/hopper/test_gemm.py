@@ -390,6 +390,23 @@ def test_gate_and_up_meet_in_the_registers_of_one_tile():
     assert sass.count("UTMASTG") == 2 * 96 // 32  # both warpgroups: subtiles of 32 columns, of 96 a tile
 
 
+@pytest.mark.parametrize("pingpong", [False, True])
+@pytest.mark.parametrize(
+    "line", ["f8e4m3fn[300,256] @ f8e4m3fn[256,251] * 0.5 + bias -> f32", "s8[130,128] @ s8[128,51] -> s32",
+             "f16[2,70,128] @ f16[128,77] + bias, relu -> f16"],
+)  # fmt: skip
+def test_lanes_store_neighbours_where_tma_cannot_store(line, pingpong):
+    p = problem(line)
+    point = replace(WHOLE, tile_n=64, blocks=2, num_stages=3, pingpong=pingpong)
+    sources = random_sources(p)
+    assert check(p, expect(p, sources), emulate(CANDIDATE, p, Schedule.of_point(point), sources)) is None
+    body = write(spec_of(plan_of(p, H200), point)).text
+    assert "gl.store(r0 + " in body and "(i, value, side, tile, first, layout: gl.constexpr)" in body.replace(
+        "i: gl.constexpr", "i"
+    )
+    assert "UTMASTG" not in machine_code(p, point)[1]
+
+
 @pytest.mark.parametrize("out", [S8, U8, F8E4M3FN])
 @pytest.mark.parametrize("function", ["gelu", "gelu_tanh"])
 def test_codes_of_a_function_of_f32(function, out):

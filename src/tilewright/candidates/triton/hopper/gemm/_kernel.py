@@ -47,6 +47,7 @@ from tilewright.candidates.triton.hopper.gemm._layouts import (
     subtiles,
     unpack_pairs,
     unpermute_columns,
+    writes_by_tma,
     zeros,
 )
 from tilewright.candidates.triton.hopper.gemm._operand import TmaOperand, load_right, right_fragment, tma_operand
@@ -60,11 +61,11 @@ from tilewright.candidates.triton.runtime._gluon import aggregate_of, base_value
 @gluon.jit
 def gemm(
     operands, arguments, side, config: gl.constexpr, begin: gl.constexpr, load: gl.constexpr, visit: gl.constexpr,
-    place: gl.constexpr, aux_place: gl.constexpr, choose: gl.constexpr,
+    place: gl.constexpr, aux_place: gl.constexpr, choose: gl.constexpr, put: gl.constexpr,
 ):  # fmt: skip
     """The gemm of two operands that TMA brings as they lie; see `run` and `Epilogue`."""
     left = tma_operand(operands[0], config.rows, config.left_boxes, config.left, config)
-    functions: gl.constexpr = (begin, load, visit, place, aux_place, choose)
+    functions: gl.constexpr = (begin, load, visit, place, aux_place, choose, put)
     run(left, operands[1], arguments, side, functions, config)
 
 
@@ -85,10 +86,8 @@ def run(left, b_desc, arguments, side, functions: gl.constexpr, config: gl.const
     """
     descs, aux_descs, scratch, scales, extents = arguments
     right = tma_operand(b_desc, config.right_rows, config.tile_n // config.right_rows, config.right, config)
-    buffers = right.buffers
-    if config.store_bytes > 0:
-        layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([config.rows, 128], gl.int8)
-        buffers = gl.allocate_shared_memory(gl.int8, [config.store_buffers * config.consumers, config.rows, 128], layout)
+    layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([config.rows, 128], gl.int8)
+    buffers = gl.allocate_shared_memory(gl.int8, [config.store_buffers * config.consumers, config.rows, 128], layout)
     ring = pipeline((), config.num_stages, 1, config.left_boxes * (2 if config.multicast else 1))
     none = ring.full_barriers  # stands for barriers that this kernel does not have
     aux, order, reduction = none, none, ClusterReduction(none, none, config)
@@ -102,7 +101,8 @@ def run(left, b_desc, arguments, side, functions: gl.constexpr, config: gl.const
     problem = Problem(extents[0], extents[1], extents[2], extents[3], whole_tiles)
     epilogue = Epilogue(
         descs, aux_descs, side, buffers, aux,
-        functions[0], functions[1], functions[2], functions[3], functions[4], functions[5], config,
+        functions[0], functions[1], functions[2], functions[3], functions[4], functions[5], functions[6],
+        config,
     )  # fmt: skip
     mainloop = Mainloop(left, right, ring, config)
     consumes = (mainloop, epilogue, reduction, order, scratch, scales, problem)
@@ -239,7 +239,7 @@ def consumer(group: gl.constexpr, mainloop, epilogue, reduction, order, scratch,
             epilogue.store_deferred(deferred, deferred_tile, k, group)
     if config.split_k > 1:
         reduction.finish()
-    if config.store_bytes > 0:
+    if writes_by_tma(config):
         tma.store_wait(0)
 
 
@@ -331,15 +331,16 @@ class Tile:
 
 @aggregate_of
 class Epilogue:
-    """The way of a tile's sums, a subtile of columns at a time: through `buffers` to where TMA writes it, or straight to
+    """The way of a tile's sums, a subtile of columns at a time, through `buffers`: to where TMA writes it, or row by row to
     addresses of the program's own.
 
     Functions that are generated from the program, of store i and a subtile whose first column is `first` (`gemm/epilogue.py`):
 
     - `begin(i, side, tile, layout)` reads what all subtiles need, `load(i, side, tile, begun, first, layout)` the rest.
-    - `visit(i, acc, near, side, tile, begun, loaded, first, layout)` gives the subtile's value, or stores it where TMA cannot;
-      `near` has the sums of the right half of the columns and what TMA loaded, where there are such.
+    - `visit(i, acc, near, side, tile, begun, loaded, first, layout)` gives the subtile's value; `near` has the sums of the
+      right half of the columns and what TMA loaded, where there are such.
     - `place(i, b, row, column)`, `aux_place(b, row, column)` are a subtile's coordinates in TMA's arrays.
+    - `put(i, value, side, tile, first, layout)` stores a subtile where TMA cannot.
     - `choose(side, col)` tells which of stores that share an epilogue a column is in; see `Tile`.
     """
 
@@ -354,6 +355,7 @@ class Epilogue:
     place: gl.constexpr
     aux_place: gl.constexpr
     choose: gl.constexpr
+    put: gl.constexpr
     config: gl.constexpr
 
     @gluon.jit
@@ -456,6 +458,8 @@ class Epilogue:
         else:
             if self.config.store_desc[i] >= 0:
                 self.write(value, i, j, tile, group)
+            else:
+                self.write_rows(value, i, j, tile, group)
             return deferred
 
     # -- by way of shared memory
@@ -496,6 +500,19 @@ class Epilogue:
                     tma_store(self.descs[k], at, self.box(i, j, self.descs[k], group))
         else:
             tma_store(desc, at, self.box(i, j, desc, group))
+
+    @gluon.jit
+    def write_rows(self, value, i: gl.constexpr, j: gl.constexpr, tile, group: gl.constexpr):
+        """A subtile to where TMA cannot write it, as where rows begin at odd addresses: the lanes of a warp take neighbours of
+        a row, so that what each instruction stores is contiguous."""
+        config: gl.constexpr = self.config
+        layout: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [4, 1], [1, 0])
+        if writes_by_tma(config):
+            tma.store_wait(0)
+        buffer = self.buffer(i, j, value.dtype, group)
+        buffer.store(gl.convert_layout(value, subtile_layout(i, config)))
+        at = tile.first + j * config.subtile_n[i]
+        self.put(i, buffer.load(layout), self.side, tile, at, layout)
 
     @gluon.jit
     def no_deferred(self):

@@ -46,6 +46,12 @@ def subtile_number(i, j, config):
 
 
 @gluon.constexpr_function
+def writes_by_tma(config):
+    """Tell whether TMA writes a store."""
+    return max(config.store_desc.value) >= 0
+
+
+@gluon.constexpr_function
 def pending(i, j, config):
     """The number of subtiles that may still be on their way out while one takes its buffer.
 

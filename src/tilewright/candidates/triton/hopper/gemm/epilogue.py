@@ -6,8 +6,9 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 
-from tilewright.candidates.triton.expressions.emit import Tile, pointer_of
+from tilewright.candidates.triton.expressions.emit import Emitter, Tile, pointer_of
 from tilewright.candidates.triton.expressions.text import KernelSource, Text
 from tilewright.candidates.triton.hopper.fast_math import FastMath
 from tilewright.candidates.triton.hopper.gemm.spec import KernelSpec, Store, leaves
@@ -34,6 +35,7 @@ def write(spec: KernelSpec) -> KernelSource:
         "place": ("i b row column", [_coordinates(s.view) for s in stores]),
         "aux_place": ("b row column", [_coordinates(stores[0].aux and stores[0].aux[1])]),
         "choose": ("side col", [_choice(spec)]),
+        "put": ("i value side tile first layout", [_put(spec, i, s) for i, s in enumerate(stores)]),
     }
     descriptors = [a.name for a in spec.arguments if a.view is not None]
     operands = descriptors[: len(spec.operands)]
@@ -58,29 +60,14 @@ def _visitor(
 ) -> tuple[list[str], list[str], list[str]]:
     """Bodies of `begin`, `load` and `visit` for store i: what subtiles of a tile share, what one reads, what it becomes.
     `chosen`: names for what stores that share them read each of its own."""
-    plan, config, access, t = spec.plan, spec.config, store.access, Text("gl", beside=numbers)
-    own = t.v(f"tile.row + gl.arange(0, {config.rows}, gl.SliceLayout(1, layout))")
-    rows = t.v(f"tile.b * M + {own}")
-    columns = t.v(f"first + gl.arange(0, {store.columns}, gl.SliceLayout(0, layout))")
-    tile = Tile(
-        rows,
-        columns,
-        access.columns_extent if config.shared_epilogue else plan.N,
-        row_mask=t.v(f"{own} < M") if plan.M % (config.tile_m * (2 if config.multicast else 1)) else None,
-        column_mask=t.v(f"{columns} < N") if plan.N % config.result_n else None,
-        acc="acc",
-        near={} if plan.up is None else {plan.up: "up"},
-    )
+    plan, access, t = spec.plan, store.access, Text("gl", beside=numbers)
+    tile = replace(_tile(spec, store, t), acc="acc", near={} if plan.up is None else {plan.up: "up"})
     near = {} if store.aux is None else {store.aux[0]: "aux"}
     emitter = FastMath(t, tile, lambda n: chosen.get(n) or pointer_of(n), near)
     emitter.values([n for n in access.views if isinstance(n.op, Param) and n not in (plan.up, *near)], access)
-    if store.view is None:
-        emitter.store(access, f"r{i}")
-        result = None
-    else:
-        result = emitter.value(access)
-        if access.root.dtype is PRED:
-            result = t.v(f"{result}.to(gl.uint8)")
+    result = emitter.value(access)
+    if access.root.dtype is PRED:
+        result = t.v(f"{result}.to(gl.uint8)")
     begun, loaded, body = _by_time(t.lines, result)
     names = _unpacked([*chosen.values()], "tile.chosen")
     beside = ["up"] * (plan.up is not None) + ["aux"] * bool(near)
@@ -94,9 +81,32 @@ def _visitor(
             *_unpacked(begun[0], "begun"),
             *_unpacked(loaded[0], "loaded"),
             *body,
-            *([f"return {result}"] if result else []),
+            f"return {result}",
         ],
     )
+
+
+def _tile(spec: KernelSpec, store: Store, t: Text) -> Tile:
+    """The rows and columns of a subtile, and which of them exist."""
+    plan, config = spec.plan, spec.config
+    own = t.v(f"tile.row + gl.arange(0, {config.rows}, gl.SliceLayout(1, layout))")
+    columns = t.v(f"first + gl.arange(0, {store.columns}, gl.SliceLayout(0, layout))")
+    return Tile(
+        t.v(f"tile.b * M + {own}"),
+        columns,
+        store.access.columns_extent if config.shared_epilogue else plan.N,
+        row_mask=t.v(f"{own} < M") if plan.M % (config.tile_m * (2 if config.multicast else 1)) else None,
+        column_mask=t.v(f"{columns} < N") if plan.N % config.result_n else None,
+    )
+
+
+def _put(spec: KernelSpec, i: int, store: Store) -> list[str]:
+    """The body of `put` for store i."""
+    if store.view is not None:
+        return ["return"]
+    t = Text("gl")
+    Emitter(t, _tile(spec, store, t)).store(store.access, f"r{i}", "value")
+    return [line.strip() for line in t.lines]
 
 
 def _choice(spec: KernelSpec) -> list[str]:
@@ -145,16 +155,13 @@ def _of_each_store(bodies: Sequence[Sequence[str]]) -> Text:
 Loads = tuple[list[str], list[str]]  # names of values that are read, and the lines that give them
 
 
-def _by_time(lines: Sequence[str], result: str | None) -> tuple[Loads, Loads, list[str]]:
+def _by_time(lines: Sequence[str], result: str) -> tuple[Loads, Loads, list[str]]:
     """Lines of a value in those that read what depends on rows alone, those that read what depends on a subtile's columns, and
     the others; arithmetic of addresses stands wherever it is needed."""
     given, level = dict[str, str](), dict[str, int]()  # of each name its expression, and when that is known
-    last: list[str] = []
     for line in map(str.strip, lines):
         m = re.fullmatch(r"(v\d+) = (.*)", line)
-        if m is None:
-            last.append(line)
-            continue
+        assert m is not None, line
         words = set(_names(m[2]))
         own = 2 if words & LATE else 1 if "first" in words else 0
         given[m[1]], level[m[1]] = m[2], max([own, *(level[n] for n in words if n in level)])
@@ -170,8 +177,8 @@ def _by_time(lines: Sequence[str], result: str | None) -> tuple[Loads, Loads, li
                 left += _names(given[name])
         return [f"{n} = {given[n]}" for n in given if n in found]
 
-    body = closure([n for x in [*last, result or ""] for n in _names(x)], {*begun, *loaded})
-    return (begun, closure(begun, set())), (loaded, closure(loaded, set(begun))), [*body, *last]
+    body = closure(_names(result), {*begun, *loaded})
+    return (begun, closure(begun, set())), (loaded, closure(loaded, set(begun))), body
 
 
 def _names(expression: str) -> list[str]:

@@ -127,8 +127,8 @@ class KernelConfig(TileConfig):
 
     @property
     def store_bytes(self) -> int:
-        """Bytes of shared memory for subtiles on their way out by TMA."""
-        return self.consumers * self.rows * 128 * self.store_buffers if max(self.store_desc) >= 0 else 0
+        """Bytes of shared memory for subtiles on their way out."""
+        return self.consumers * self.rows * 128 * self.store_buffers
 
     @property
     def store_buffers(self) -> int:
