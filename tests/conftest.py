@@ -35,7 +35,7 @@ def pytest_collection_modifyitems(items):
 @pytest.fixture(autouse=True)
 def no_memory_of_other_tests(monkeypatch):
     """No test reads what another one, or the user, measured; the tests of that cache give it a folder of their own."""
-    for module in ("compiler", "m_dispatch"):
+    for module in ("compiler", "m_dispatch", "runtime.artefact"):
         monkeypatch.setattr(f"tilewright.{module}.user_cache", lambda: None)
 
 

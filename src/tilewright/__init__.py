@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from tilewright.linear.replace import prepare, quantize_
     from tilewright.m_dispatch import AnyRows, compile_rows
     from tilewright.product import matmul
-    from tilewright.program import Program
+    from tilewright.program import Program, load_program
     from tilewright.rules.calibrate import scheme
     from tilewright.runtime.checkpoint import read_checkpoint, weights_of
     from tilewright.runtime.executable import Executable
@@ -31,6 +31,7 @@ __all__ = [
     "compile",
     "compile_rows",
     "load",
+    "load_program",
     "matmul",
     "pack",
     "prepare",
@@ -45,6 +46,7 @@ _HOME = {
     "Quantization": "tilewright.compiler",
     "scheme": "tilewright.rules.calibrate",
     "load": "tilewright.frontends",
+    "load_program": "tilewright.program",
     "matmul": "tilewright.product",
     "compile_rows": "tilewright.m_dispatch",
     "AnyRows": "tilewright.m_dispatch",

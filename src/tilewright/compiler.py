@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import time
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -18,11 +17,9 @@ from tilewright import deadline
 from tilewright.errors import InputError, check_type
 from tilewright.frontends import LoadOptions, load
 from tilewright.hardware.detect import detect, one_of
-from tilewright.hardware.target import Target
 from tilewright.ir.graph import Graph
 from tilewright.ir.ops import Call, Const
 from tilewright.ir.pattern import Pass, Rule, Trace, discover, over, rewrite
-from tilewright.ir.types import TensorType
 from tilewright.ir.verify import verify
 from tilewright.program import Program
 from tilewright.progress import Progress, said
@@ -30,10 +27,7 @@ from tilewright.rules.calibrate import Scheme, calibrate
 from tilewright.rules.calibrate import quantize as quantize_graph
 from tilewright.rules.half import half as narrow
 from tilewright.rules.half import in_half, recognised
-from tilewright.runtime.executable import graphs_of, prepare
-from tilewright.runtime.partition import decided, parts_for, problem_of_part
-from tilewright.schedule.budget import SharedBudget
-from tilewright.schedule.measure import last_cache_bytes
+from tilewright.runtime.executable import chooser, graphs_of, prepare
 from tilewright.schedule.tuning_database import TuningDatabase, user_cache
 from tilewright.schedule.worker import begin
 
@@ -43,7 +37,6 @@ STAGES = ("accumulator", "recognise", "unfuse", "epilogue", "prologue", "product
 CANONICAL = "canonical"
 EXCESS_PRECISION = "precision"  # a stage that runs last, and only when asked for
 DEFAULT_BUDGET_S = 20.0
-PACKED_BPS = 0.5e9  # bytes of weights a second that are packed once kernels are chosen
 ENOUGH_S = 60.0  # beside the budget, for rules, and as much for candidates that take long to refuse: far more than any need
 
 
@@ -240,21 +233,3 @@ def home(source: Graph, example_inputs: object = None) -> str:
     given = (*source.state, *tree_leaves(example_inputs))
     consts = (n.op.data.device for n in source.nodes() if isinstance(n.op, Const))
     return one_of((*consts, *(str(t.device) for t in given if isinstance(t, torch.Tensor))))
-
-
-def chooser(
-    graph: Graph,
-    target: Target,
-    budget_s: float,
-    progress: Progress | None = None,
-    database: TuningDatabase | None = None,
-) -> SharedBudget:
-    """The choice of kernels for a graph's problems, which share `budget_s` seconds from now on (`SharedBudget`), less what
-    packing its weights will take."""
-    parts = [p for p in parts_for(graph, target) if decided(p)]
-    weights = {n for p in parts for n in p.inputs if n.constant}
-    size = sum(n.tensor.size_bytes for n in weights if isinstance(n.type, TensorType))
-    problems, cold = Counter(problem_of_part(p)[0] for p in parts), size > last_cache_bytes(target)
-    return SharedBudget(
-        problems, target, max(0.0, budget_s - size / PACKED_BPS), cold=cold, progress=progress, database=database
-    )

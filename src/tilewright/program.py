@@ -5,18 +5,23 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from html import escape
+from os import PathLike
+from pathlib import Path
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 import msgspec
 
-from tilewright.errors import LOGGER, InputError
+from tilewright.errors import LOGGER, InputError, check_type
 from tilewright.hardware.target import Target
+from tilewright.ir.artefact import Container
 from tilewright.ir.graph import label_of
 from tilewright.ir.state import caller_inputs
 from tilewright.report.schema import Explain, Perf, to_json
+from tilewright.runtime.artefact import load
 from tilewright.runtime.executable import Executable
 
 if TYPE_CHECKING:
+    import torch
     from rich.console import Console
 
 R = TypeVar("R", bound=msgspec.Struct)
@@ -102,3 +107,33 @@ class Program(Executable):
         for note in notes:
             LOGGER.info("%s", note)
         return target
+
+
+def load_program(
+    path: str | PathLike[str],
+    *,
+    trust: bool = False,
+    device: str | torch.device | None = None,
+    budget_s: float = 20.0,
+) -> Program:
+    """Read a program that `Program.save` wrote, ready to run. Its weights are the file's memory, mapped.
+
+    On another chip than it was compiled for, on another device or by another version of Tilewright it is compiled again from
+    its graph, which is logged as a warning.
+
+    Args:
+        path: a .twp file.
+        trust: run the file's machine code although no key of this user on this machine signed it.
+        device: where to run; None is the kind of device that it was compiled for.
+        budget_s: seconds that measuring kernels may take if it is compiled again.
+
+    Returns:
+        Program: results are equal to those of the program that was saved. What rules did is not kept (`trace`, `layers`).
+
+    Raises:
+        InputError: the file cannot be read, is no saved program, or is damaged; or its code is not signed and `trust` is not
+            given.
+        UnsupportedError: a step that a library or Triton runs has no kernel here.
+    """
+    check_type(path, (str, PathLike), "path", '"model.twp"')
+    return load(Container(Path(path)), Program, trust=trust, device=device, budget_s=budget_s)

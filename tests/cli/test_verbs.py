@@ -86,7 +86,7 @@ WIDE = {"COLUMNS": "200"}  # no table wraps, however long the names of temporary
 
 def test_help_names_the_verbs_in_order_and_the_exit_codes() -> None:
     text = invoke("--help").output
-    verbs = ["read", "run", "verify", "perf", "explain", "gemm", "devices", "tune", "cache"]
+    verbs = ["read", "compile", "run", "verify", "perf", "explain", "gemm", "devices", "tune", "cache"]
     assert [line.split()[0] for line in text.split("Commands:")[1].strip().splitlines()] == verbs
     assert "70 a bug in Tilewright" in " ".join(text.split())
     assert invoke("--version").output == f"tilewright, version {__version__}\n"

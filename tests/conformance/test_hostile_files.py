@@ -23,10 +23,10 @@ from tilewright.ir.build import input_, map_
 from tilewright.ir.evaluate import evaluate
 from tilewright.ir.graph import Graph, Node
 from tilewright.ir.ops import Call, gemm
+from tilewright.ir.safetensors import TensorFile
 from tilewright.ir.text import print_graph
 from tilewright.ir.types import TensorType
 from tilewright.report.measure.inputs import check_memory, make_feeds, read_npz
-from tilewright.runtime.safetensors import TensorFile
 from tilewright.schedule.record import read_records
 
 # `make conformance` runs so many of each kind; TILEWRIGHT_CASES=3000 is 21,000.

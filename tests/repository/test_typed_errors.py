@@ -17,8 +17,8 @@ from tilewright.ir.build import broadcast, const, input_, map_, reshape
 from tilewright.ir.graph import Graph, Node
 from tilewright.ir.literal_file import read_literals
 from tilewright.ir.ops import Gather
+from tilewright.ir.safetensors import TensorFile
 from tilewright.report.measure.inputs import read_npz
-from tilewright.runtime.safetensors import TensorFile
 from tilewright.runtime.weight_formats import from_compressed_tensors, from_gptq
 
 

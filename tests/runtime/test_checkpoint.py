@@ -16,7 +16,7 @@ from weight_layouts import dense, drawn, words
 import tilewright
 from tilewright.errors import InputError, TilewrightError, TypeMismatchError, UnsupportedError
 from tilewright.frontends import LoadOptions
-from tilewright.runtime.safetensors import TensorFile
+from tilewright.ir.safetensors import TensorFile
 
 CODES, ZEROS, SCALES = drawn(1, 16, 128, 32, 4)
 DENSE = dense(CODES, ZEROS, SCALES, 32)

@@ -35,6 +35,7 @@ from tilewright.schedule.candidate import (
 from tilewright.schedule.candidate import Plan as AnyPlan
 from tilewright.schedule.cost import passes, predict, predict_us
 from tilewright.schedule.problem import AnyProblem, FusionProblem, Problem, fusion_of, problem_of
+from tilewright.schedule.recipe import Built, Parts, Split, describe, recipe_of
 from tilewright.schedule.search import search
 
 PART_BUDGET_S = 0.1
@@ -191,16 +192,15 @@ class Plan:
             UnsupportedError: a piece's candidate is gone, or refuses.
         """
         problem, target = self.problem, self.target
-        pieces = _pieces(problem, schedule)
+        pieces = pieces_of(problem, schedule)
         if _BY in dict(schedule.knobs):  # they are not verified by themselves: whoever asks verifies the whole
-            chosen = zip(pieces, _chosen(schedule), strict=True)
+            chosen = zip(pieces, chosen_of(schedule), strict=True)
             kernels = [_plan_of(p, name, target).build(point) for p, (name, point) in chosen]
         else:
             gpu = target.kind != "cpu"
             within_s = PART_WITHIN_S if gpu else None
             fastest = partial(search, budget_s=PART_BUDGET_S, candidates=_others(), within_s=within_s, cold=gpu)
             kernels = [fastest(p.problem, target).kernel for p in pieces]
-        count = len(problem.outputs)
         releasable = frozenset(
             i
             for i, weight in enumerate(problem.weights)
@@ -208,18 +208,7 @@ class Plan:
         )
 
         def prepare(weights: Mapping[int, torch.Tensor]) -> Runner:
-            runners = [
-                k.prepare({at: weights[i] for at, i in enumerate(p.places) if i in weights})
-                for k, p in zip(kernels, pieces, strict=True)
-            ]
-
-            def run(sources: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-                values = list(sources)
-                for r, p in zip(runners, pieces, strict=True):
-                    values += r([values[i] for i in p.places])
-                return values[-count:]
-
-            return run
+            return in_order(pieces, kernels, weights, len(problem.outputs))
 
         return Kernel(
             CANDIDATE.name,
@@ -252,12 +241,12 @@ class Plan:
 
     def pieces(self) -> list[AnyProblem]:
         """The problems that searches are made for."""
-        return list(dict.fromkeys(p.problem for s in self.schedules() for p in _pieces(self.problem, s)))
+        return list(dict.fromkeys(p.problem for s in self.schedules() for p in pieces_of(self.problem, s)))
 
     def offers(self, schedule: Schedule) -> bool:
         if schedule["at"] not in self.ways or _BY not in dict(schedule.knobs):
             return False
-        pieces = zip(_pieces(self.problem, schedule), _chosen(schedule), strict=True)
+        pieces = zip(pieces_of(self.problem, schedule), chosen_of(schedule), strict=True)
         return all(point in _plan_of(p, name, self.target).schedules() for p, (name, point) in pieces)
 
 
@@ -279,11 +268,32 @@ def plan(problem: Problem, target: Target) -> Plan | Refusal:
     return Refusal("nothing stands between product and store, and no operand is computed, so there is nothing to take apart")
 
 
+def in_order(pieces: Sequence[Piece], kernels: Sequence[Kernel], weights: Mapping[int, torch.Tensor], count: int) -> Runner:
+    """A runner of a gemm's pieces one after the other, of which the last `count` results are the gemm's."""
+    runners = [
+        k.prepare({at: weights[i] for at, i in enumerate(p.places) if i in weights})
+        for k, p in zip(kernels, pieces, strict=True)
+    ]
+
+    def run(sources: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        values = list(sources)
+        for r, p in zip(runners, pieces, strict=True):
+            values += r([values[i] for i in p.places])
+        return values[-count:]
+
+    def recipe(parts: Parts) -> Split:
+        each = zip(runners, kernels, strict=True)
+        return Split(tuple(recipe_of(r, parts) or Built(k.candidate, k.schedule.knobs) for r, k in each))
+
+    return describe(run, recipe)
+
+
 OPERANDS = "operands"
 _BY = "by"  # the knob that names each piece's candidate; those of piece 0's own point are called 0.NAME
 
 
-def _pieces(problem: Problem, schedule: Schedule) -> list[Piece]:
+def pieces_of(problem: Problem, schedule: Schedule) -> list[Piece]:
+    """The problems into which a point splits a gemm."""
     ways = {OPERANDS: by_operands, "stores": by_store, "epilogue": by_epilogue}
     return ways[str(schedule["at"])](problem)
 
@@ -319,7 +329,7 @@ def _expected_us(candidate: Candidate, point: Schedule, problem: AnyProblem, tar
     return us
 
 
-def _chosen(schedule: Schedule) -> list[tuple[str, Schedule]]:
+def chosen_of(schedule: Schedule) -> list[tuple[str, Schedule]]:
     """Candidate and point of each piece."""
     own = [(*name.partition(".")[::2], value) for name, value in schedule.knobs]
     names = str(schedule[_BY]).split(", ")

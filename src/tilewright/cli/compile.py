@@ -15,6 +15,7 @@ import click
 from tilewright.cli.errors import BEGAN
 from tilewright.cli.given import progress
 from tilewright.cli.options import NOT_NEGATIVE, W4_GROUP, F, all_of, budget_option, cache_option, device_option
+from tilewright.cli.untrusted import is_supervised
 from tilewright.errors import InputError, visible
 
 if TYPE_CHECKING:
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from tilewright.schedule.tuning_database import TuningDatabase
 
 SCHEMES = ("int8", "fp8", "w4")
+SAVED = ".twp"  # suffix of saved programs
 RANDOM_SEED = 1001  # of random calibration data: not that of the data a program is run on
 RANDOM_WARNING = (
     "calibrated on random inputs: its ranges and its errors say little about real data; give some with --calibration F.npz"
@@ -54,6 +56,7 @@ class Compiling:
         cache: read back what was measured before, and keep what is measured now.
         database: the tuning database of `tune`, in place of the usual one.
         after_s: seconds of the budget for what follows compiling.
+        trust: run the machine code of a saved program that this user did not sign.
     """
 
     device: str = "cpu"
@@ -70,6 +73,7 @@ class Compiling:
     cache: bool = True
     database: TuningDatabase | None = None
     after_s: float = 0.0
+    trust: bool = False
 
     @property
     def budget_s(self) -> float:
@@ -109,6 +113,7 @@ _options = all_of(
 rtol_option = click.option(
     "--rtol", type=NOT_NEGATIVE, metavar="X", help="With --int8, --fp8, --w4: leave layers that lose more in float."
 )
+trust_option = click.option("--trust", is_flag=True, help="Run the code of a .twp file that was saved elsewhere.")
 dump_option = click.option(
     "--dump", type=click.Path(path_type=Path), metavar="DIR", help="Write the graph after each stage as text and as SVG."
 )
@@ -195,6 +200,34 @@ def left_of(budget_s: float, after_s: float = 0.0) -> float:
     """Seconds left of a budget that counts from the command on, once so many are kept for what follows."""
     began = click.get_current_context().find_root().meta.get(BEGAN, time.monotonic())
     return max(0.0, began + budget_s - time.monotonic() - after_s) if budget_s > 0 else 0.0
+
+
+def program_of(file: Path, graph: Graph, how: Compiling, phases: Phases | None = None) -> tuple[Executable, Quantized | None]:
+    """The program of a file: read back where it was saved compiled, else compiled as told (`compile_program`).
+
+    With --untrusted a saved program is compiled from its graph.
+
+    Raises:
+        InputError: a saved program cannot be read or is not to be trusted, or an option would do nothing.
+    """
+    if file.suffix.lower() != SAVED:
+        if how.trust:
+            raise InputError("--trust is for a saved program", where=str(file), hint=f"a {SAVED} file")
+        return compile_program(graph, how, phases)
+    if is_supervised():
+        return compile_program(graph, how, phases)
+    idle = {
+        "--int8, --fp8 and --w4": how.scheme is not None,
+        "--fp16 and --bf16": how.half is not None,
+        "--excess-precision": how.excess_precision,
+        "--dump": how.dump is not None,
+    }
+    for names, given in idle.items():
+        if given:
+            raise InputError(f"{names}: this program is compiled already", where=str(file), hint="compile its source")
+    from tilewright.program import load_program
+
+    return load_program(file, trust=how.trust, device=how.device, budget_s=left_of(how.budget_s, how.after_s)), None
 
 
 def _quantization(graph: Graph, how: Compiling) -> Quantization:

@@ -1,4 +1,4 @@
-"""The command line: read, run, verify, perf, explain, devices; `gemm`, `tune` and `cache` are defined beside it.
+"""The command line: read, compile, run, verify, perf, explain, devices; `gemm`, `tune` and `cache` are defined beside it.
 
 Nothing but click is imported before a verb runs, so `tilewright --help` answers at once.
 """
@@ -16,7 +16,17 @@ import click
 
 from tilewright import __version__
 from tilewright.cli.cache import cache, tune
-from tilewright.cli.compile import Compiling, compile_options, compile_program, dump_option, measured_ceilings, rtol_option
+from tilewright.cli.compile import (
+    SAVED,
+    Compiling,
+    compile_options,
+    compile_program,
+    dump_option,
+    measured_ceilings,
+    program_of,
+    rtol_option,
+    trust_option,
+)
 from tilewright.cli.errors import DIFFERS, Group, output_may_end, traceback_option
 from tilewright.cli.gemm import gemm
 from tilewright.cli.given import Given, given_options, progress
@@ -37,7 +47,7 @@ def cli() -> None:
     """A matrix-multiplication compiler: XLA HLO, StableHLO, ONNX and PyTorch programs in, every matmul done the fastest way
     that was checked.
 
-    FILE is an .hlo, .mlir, .stablehlo or .onnx file, or a .tw file as `read` prints it.
+    FILE is an .hlo, .mlir, .stablehlo or .onnx file, a .tw file as `read` prints it, or a .twp file as `compile` writes it.
 
     Exit codes: 0 fine; 1 `verify` or `gemm` found a difference; 2 bad input or usage; 70 a bug in Tilewright; 130 interrupted.
     """
@@ -57,10 +67,35 @@ def read(given: Given, as_json: bool) -> None:
     show(report, as_json, lambda *_: click.echo(visible(comments(report) + print_graph(graph)), nl=False))
 
 
+@cli.command("compile", cls=Command, short_help="Compile a program and save it, with its machine code.")
+@given_options()
+@rtol_option
+@dump_option
+@click.option("--output", "-o", type=WRITTEN, required=True, metavar="F.twp", help="The file to write.")
+@common_options
+@compile_options
+def compile_(given: Given, how: Compiling, output: Path, as_json: bool) -> None:
+    """Compile a program and save it with its weights, decisions and machine code.
+
+    `run`, `verify`, `perf` and `explain` take the file, and so does `tilewright.load_program`.
+    """
+    from tilewright.errors import InputError
+    from tilewright.report.explain.summary import saved
+    from tilewright.report.text.other_tables import print_saved
+
+    if output.suffix.lower() != SAVED:
+        raise InputError("a saved program is told by its suffix", where=str(output), hint=f"-o {output.stem}{SAVED}")
+    graph = given.load()
+    program, quantized = compile_program(graph, how)
+    program.save(output)
+    show(saved(program, str(given.file), output, quantized), as_json, print_saved)
+
+
 @cli.command(cls=Command)
 @given_options(data=True)
 @rtol_option
 @click.option("--output", type=WRITTEN, metavar="F.npz", help="Write the outputs to an .npz file.")
+@trust_option
 @common_options
 @compile_options
 def run(
@@ -78,7 +113,7 @@ def run(
 
     graph = given.load()
     feeds = given.feeds(graph)
-    program, quantized = compile_program(graph, how)
+    program, quantized = program_of(given.file, graph, how)
     results = program.run(bind(program, feeds))
     written = None if output is None else str(output)
     shown = [f.shown for f in feeds]
@@ -104,6 +139,7 @@ def run(
 )
 @click.option("--atol", type=NOT_NEGATIVE, help="Allow floats this absolute error, not the derived one.")
 @click.option("--rms-tol", type=NOT_NEGATIVE, help="Allow floats this root mean square of the error, relative to theirs.")
+@trust_option
 @common_options
 @compile_options
 def verify(
@@ -135,7 +171,7 @@ def verify(
         )
     graph = given.load()
     feeds = given.feeds(graph)
-    program, choices = compile_program(graph, how)
+    program, choices = program_of(given.file, graph, how)
     tolerances = Tolerances(how.rtol if how.scheme is None else None, atol, rms_tol)
     with progress("comparing") as bar:
         report = replace(verify_program(program, str(given.file), feeds, tolerances, bar), quantized=choices)
@@ -159,6 +195,7 @@ def verify(
 @everything_option
 @dump_option
 @report_options
+@trust_option
 @common_options
 @compile_options
 def perf(
@@ -173,7 +210,7 @@ def perf(
     phases = reports.phases()
     graph = given.load()
     feeds = given.feeds(graph)
-    program, quantized = compile_program(graph, before_timing(how), phases)
+    program, quantized = program_of(given.file, graph, before_timing(how), phases)
     measured = measure_program(program, str(given.file), feeds, how, iterations, quantized)
     if reports.against:
         from tilewright.cli.against import beside
@@ -187,6 +224,7 @@ def perf(
 @given_options()
 @rtol_option
 @dump_option
+@trust_option
 @common_options
 @compile_options
 def explain(given: Given, how: Compiling, as_json: bool) -> None:
@@ -195,7 +233,7 @@ def explain(given: Given, how: Compiling, as_json: bool) -> None:
     from tilewright.report.text.explain_text import print_explain
 
     graph = given.load()
-    program, quantized = compile_program(graph, how)
+    program, quantized = program_of(given.file, graph, how)
     report = explain_program(program, str(given.file), measured_ceilings(program), quantized)
     show(report, as_json, print_explain)
 

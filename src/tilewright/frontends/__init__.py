@@ -33,7 +33,7 @@ ALLOW_CALLS = "if you trust the file: --allow-calls, or LoadOptions(allow_calls=
 MOST_OPERATIONS = 50_000
 MOST_BYTES = 1 << 33
 _UNTRUSTED: ContextVar[bool] = ContextVar("untrusted", default=False)
-SUFFIXES = ".hlo, .mlir, .stablehlo, .onnx or .tw"
+SUFFIXES = ".hlo, .mlir, .stablehlo, .onnx, .tw or .twp"
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,5 @@
-"""The graph's own textual form as a program: `.tw` files, and text that begins with `graph "name" {`.
+"""The graph's own textual form as a program: `.tw` files, and text that begins with `graph "name" {`; and the graph of a saved
+program, a `.twp` file, of which nothing else is looked at.
 
 Constants too large for a file's text are looked for in `constants.npz` in its folder. The writer of a `.tw` file may put
 anything into a call, so the front end that evaluates it is asked first (`check_call`). A call is refused if its front end does
@@ -17,6 +18,8 @@ from typing import TYPE_CHECKING
 from tilewright.dtype import OPAQUE
 from tilewright.errors import InputError, TilewrightError
 from tilewright.frontends import ALLOW_CALLS, LoadOptions
+from tilewright.ir.artefact import SUFFIX as SAVED
+from tilewright.ir.artefact import Container, Manifest
 from tilewright.ir.graph import Graph, Node
 from tilewright.ir.literal import Literal
 from tilewright.ir.literal_file import FILE, read_literals
@@ -35,9 +38,9 @@ _HEAD = re.compile(r'(?:\s|//[^\n]*+)*+graph\s+"')
 
 
 def accepts(program: object) -> bool:
-    """A path that ends in .tw, or text that begins as the textual form does."""
+    """A path that ends in .tw or .twp, or text that begins as the textual form does."""
     if isinstance(program, Path):
-        return program.suffix.lower() == SUFFIX
+        return program.suffix.lower() in (SUFFIX, SAVED)
     return isinstance(program, str) and _HEAD.match(program) is not None
 
 
@@ -45,10 +48,28 @@ def load(program: object, options: LoadOptions) -> Graph:
     """The graph the text describes. Its shapes are written out, so `options` has nothing to bind.
 
     Raises:
-        InputError: not UTF-8, malformed, it refers to a constant too large to stand in the text, or it calls what a file may
-            not and `options` do not allow it.
+        InputError: not UTF-8, malformed, damaged, it refers to a constant too large to stand in the text, or it calls what a
+            file may not and `options` do not allow it.
     """
     where = str(program) if isinstance(program, Path) else "text"
+    graph = _saved(program) if isinstance(program, Path) and program.suffix.lower() == SAVED else _written(program, where)
+    if not options.allow_calls:
+        try:
+            check_calls(graph)
+        except TilewrightError as error:
+            raise type(error)(error.what, where=", ".join(p for p in (where, error.where) if p), hint=error.hint) from error
+    return graph
+
+
+def _saved(program: Path) -> Graph:
+    """The graph of a saved program as it was read, with a copy of its state."""
+    container = Container(program)
+    graphs = container.decoded(Manifest).program
+    return container.graph(graphs.source, graphs, container.state(graphs))
+
+
+def _written(program: object, where: str) -> Graph:
+    """The graph of a text."""
     try:
         text = program.read_text("utf-8") if isinstance(program, Path) else str(program)
     except UnicodeDecodeError as error:
@@ -56,19 +77,13 @@ def load(program: object, options: LoadOptions) -> Graph:
     except OSError as error:
         raise InputError(f"cannot be read: {error.strerror}", where=where) from error
     try:
-        graph = parse(text, _constants(program, text))
+        return parse(text, _constants(program, text))
     except InputError as error:
         large = error.what.startswith("no data given for constant")
         hint = (
             f"text holds small constants only: {FILE} beside it holds the others, as --dump writes it" if large else error.hint
         )
         raise InputError(error.what, where=", ".join(p for p in (where, error.where) if p), hint=hint) from error
-    if not options.allow_calls:
-        try:
-            check_calls(graph)
-        except TilewrightError as error:
-            raise type(error)(error.what, where=", ".join(p for p in (where, error.where) if p), hint=error.hint) from error
-    return graph
 
 
 def _constants(program: object, text: str) -> dict[str, Literal]:

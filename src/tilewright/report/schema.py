@@ -157,6 +157,22 @@ class Run(msgspec.Struct, frozen=True):
     quantized: Quantized | None = None
 
 
+class Saved(msgspec.Struct, frozen=True):
+    """`compile --json`: the file and its bytes, the steps, and for how many the file has all that runs them.
+
+    The others are built when it is read, by the candidates named.
+    """
+
+    program: str
+    target: str
+    written: str
+    bytes: int
+    steps: int
+    complete: int
+    built_by: list[str]
+    quantized: Quantized | None = None
+
+
 class Comparison(msgspec.Struct, frozen=True):
     """Something compared with the oracle: its largest error and the bound at that element."""
 

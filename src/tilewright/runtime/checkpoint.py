@@ -15,8 +15,8 @@ from tilewright.frontends import LoadOptions, load
 from tilewright.ir.evaluate import evaluate_nodes
 from tilewright.ir.graph import Graph, Node
 from tilewright.ir.ops import Const, Dequantize
+from tilewright.ir.safetensors import TensorFile
 from tilewright.runtime.quantized_weight import CODES, QuantizedWeight
-from tilewright.runtime.safetensors import TensorFile
 from tilewright.runtime.weight_formats import from_awq, from_compressed_tensors, from_gptq, from_unsigned
 
 INDEX = "model.safetensors.index.json"

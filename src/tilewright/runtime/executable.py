@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import copy
 import warnings
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar, cast
 
 import torch
 
-from tilewright.errors import AnotherWayError, InputError, TypeMismatchError, counted, visible
+from tilewright.errors import AnotherWayError, InputError, TypeMismatchError, UnsupportedError, counted, visible
 from tilewright.hardware.target import Target
 from tilewright.ir.anchor import ANCHORS
 from tilewright.ir.evaluate import evaluate_nodes, evaluator
@@ -20,13 +22,18 @@ from tilewright.ir.ops import Call, Const, Input, Item, Write
 from tilewright.ir.pattern import Trace
 from tilewright.ir.state import caller_inputs, meets, span
 from tilewright.ir.types import TensorType
+from tilewright.progress import Progress
 from tilewright.rules.calibrate import Layer
 from tilewright.runtime.arrays import Wanted, address, is_numpy, separate, to_user
 from tilewright.runtime.partition import Part, decided, parts_for, problem_of_part
 from tilewright.runtime.replay import Bound, OnDevice
+from tilewright.schedule.budget import SharedBudget
 from tilewright.schedule.candidate import Kernel, Runner
+from tilewright.schedule.measure import last_cache_bytes
 from tilewright.schedule.problem import AnyProblem, FusionProblem
+from tilewright.schedule.recipe import describe, recipe_of
 from tilewright.schedule.search import Decision
+from tilewright.schedule.tuning_database import TuningDatabase
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -34,6 +41,7 @@ if TYPE_CHECKING:
     from tilewright.ir.graph import Value
 
 
+PACKED_BPS = 0.5e9  # bytes of weights a second that are packed once kernels are chosen
 ALIGNED = 16  # bytes, as generated kernels take memory
 _COMPARED = "tilewright.as_traced.default"  # the call that ends another way than the traced one (frontends/torch/taken.py)
 
@@ -56,6 +64,7 @@ class Step:
         decision: how the kernel was chosen; None for calls into the source's own library, and for writes to state.
         releasable: inputs that `run` has no use for any more, being packed.
         within: programs that it runs as the data says: a loop's condition and body, a conditional's branches.
+        runner: its kernel, prepared.
     """
 
     name: str
@@ -64,6 +73,7 @@ class Step:
     decision: Decision | None
     releasable: frozenset[Node] = frozenset()
     within: tuple[Executable, ...] = ()
+    runner: Runner | None = None
 
     def __repr__(self) -> str:
         """One line: its name, what it computes, and what does that."""
@@ -168,9 +178,47 @@ class Executable:
         if self.graph.state:
             what = f"a program that writes to {', '.join(self.state)} cannot be copied"
             raise InputError(what, where=self.graph.name, hint="compile a copy of the module")
-        made = memo[id(self)] = copy.copy(self)
+        made = memo[id(self)] = object.__new__(type(self))
+        assert self.source  # read, if it was not yet
         made.__dict__.update(copy.deepcopy(self.__dict__, memo))
         return made
+
+    def __copy__(self) -> Executable:
+        """Another look at the same program: constants and state are shared."""
+        made = object.__new__(type(self))
+        made.__dict__.update(self.__dict__)
+        return made
+
+    def read_source(self, read: Callable[[], Graph]) -> None:
+        """Take the graph as read from `read`, when it is first asked for."""
+        self._read_source = read
+        del self.source
+
+    def __getattr__(self, name: str) -> Graph:
+        if name != "source" or "_read_source" not in self.__dict__:
+            raise AttributeError(f"{type(self).__name__} has no {name!r}")
+        self.source = self._read_source()
+        del self._read_source
+        return self.source
+
+    def __reduce__(self) -> tuple[Callable[..., Executable], tuple[object, ...]]:
+        """Pickle the program as the artefact that `save` writes; what is unpickled is trusted, as pickles are."""
+        from tilewright.runtime.artefact import artefact_of, unpickled
+
+        return unpickled, (artefact_of(self), type(self))
+
+    def save(self, path: str | Path) -> None:
+        """Write the program to a file, whole or not at all: its graph, weights, decisions and machine code.
+
+        `tilewright.load_program` reads it back, without what compiled it (docs/artefacts.md). State is written as it is now.
+
+        Raises:
+            InputError: the file cannot be written, or the program's weights were dropped and are needed.
+            UnsupportedError: it holds a constant that is no tensor.
+        """
+        from tilewright.runtime.artefact import save
+
+        save(self, Path(path))
 
     @property
     def launched(self) -> str | None:
@@ -195,6 +243,20 @@ class Executable:
         """
         count = len(self._inputs)
         return {cast("Input", n.op).label: cast("torch.Tensor", self._ready[n]) for n in self.graph.inputs[count:]}
+
+    def value(self, node: Node) -> torch.Tensor:
+        """The value of a node that depends on constants alone, or of state; what kernels hold packed is computed again.
+
+        Raises:
+            InputError: a constant was dropped (`drop_weights`) that was in no file.
+            UnsupportedError: it is no tensor.
+        """
+        found = self._ready.get(node)
+        if found is None:
+            (found,) = evaluate_nodes((node,), {})
+        if not isinstance(found, torch.Tensor):
+            raise UnsupportedError(f"a constant of type {node.type} is no tensor", where=self.graph.origin(node))
+        return found
 
     def __call__(self, *args: object, **kwargs: object) -> object:
         """Run the program.
@@ -381,9 +443,7 @@ def prepare(
         if part in posed:
             steps.append(kernel_step(graph, posed[part], ready, decisions[part]))
         elif not part.once:
-            name = graph.origin(part.nodes[0])
-            write = part.kind == "write"
-            steps.append(Step(name, part, written(part, name), None) if write else _call_step(graph, part, target, inner))
+            steps.append(library_step(graph, part, target, inner))
     used = {n for step in steps for n in step.part.inputs} | set(graph.outputs) | set(graph.inputs)
     return made(source, graph, target, tuple(steps), trace, {n: v for n, v in ready.items() if n in used})
 
@@ -393,9 +453,28 @@ def _evaluate_once(part: Part, ready: Mapping[Node, Value], target: Target) -> l
     return [_moved(v, target.device) for v in evaluate_nodes(part.outputs, bound)]
 
 
+def chooser(
+    graph: Graph,
+    target: Target,
+    budget_s: float,
+    progress: Progress | None = None,
+    database: TuningDatabase | None = None,
+) -> SharedBudget:
+    """The choice of kernels for a graph's problems, which share `budget_s` seconds from now on (`SharedBudget`), less what
+    packing its weights will take."""
+    parts = [p for p in parts_for(graph, target) if decided(p)]
+    weights = {n for p in parts for n in p.inputs if n.constant}
+    size = sum(n.tensor.size_bytes for n in weights if isinstance(n.type, TensorType))
+    problems, cold = Counter(problem_of_part(p)[0] for p in parts), size > last_cache_bytes(target)
+    return SharedBudget(
+        problems, target, max(0.0, budget_s - size / PACKED_BPS), cold=cold, progress=progress, database=database
+    )
+
+
 @dataclass(frozen=True)
 class Posed:
-    """The problem that a part poses: its sources in order, and the values of those that are constant, by source index."""
+    """The problem that a part poses: its sources in order, and by source index the values of those that are constant and at
+    hand."""
 
     part: Part
     problem: AnyProblem
@@ -405,7 +484,8 @@ class Posed:
     @classmethod
     def of(cls, part: Part, ready: Mapping[Node, Value]) -> Posed:
         problem, sources = problem_of_part(part)
-        return cls(part, problem, sources, {i: cast("torch.Tensor", ready[s]) for i, s in enumerate(sources) if s.constant})
+        held = {i: ready.get(s) for i, s in enumerate(sources) if s.constant}
+        return cls(part, problem, sources, {i: cast("torch.Tensor", v) for i, v in held.items() if v is not None})
 
 
 def kernel_step(graph: Graph, posed: Posed, ready: Mapping[Node, Value], decision: Decision) -> Step:
@@ -432,9 +512,16 @@ def kernel_step(graph: Graph, posed: Posed, ready: Mapping[Node, Value], decisio
         return [results[i] for i in picked]
 
     releasable = frozenset(sources[i] for i in decision.kernel.releasable)
-    return Step(
-        name, part, run, decision, releasable - {s for i, s in enumerate(sources) if i not in decision.kernel.releasable}
-    )
+    releasable -= {s for i, s in enumerate(sources) if i not in decision.kernel.releasable}
+    return Step(name, part, run, decision, releasable, runner=runner)
+
+
+def library_step(graph: Graph, part: Part, target: Target, inner: Inner | None) -> Step:
+    """A step that no kernels compete for: a call into the source's own library, or a write at positions that are data."""
+    if part.kind == "write":
+        name = graph.origin(part.nodes[0])
+        return Step(name, part, written(part, name), None)
+    return _call_step(graph, part, target, inner)
 
 
 def _name(graph: Graph, part: Part) -> str:
@@ -532,7 +619,7 @@ def bind_outputs(
             results[i] = array
         return results
 
-    return copied
+    return describe(copied, lambda parts: recipe_of(run, parts))
 
 
 def written(part: Part, name: str) -> Callable[[Sequence[Value]], Sequence[Value]]:

@@ -80,7 +80,7 @@ def test_another_kernel_another_processor_and_other_features_have_other_keys(fol
     engine.object_code(text(2))
     assert len(list(folder.iterdir())) == 2
     monkeypatch.setattr(
-        engine, "host", lambda: ("x86-64-v3" if "x86" in engine.llvm.get_process_triple() else "generic", features)
+        engine, "host", lambda: ("x86-64-v3" if "x86" in engine._llvm().get_process_triple() else "generic", features)
     )
     engine.object_code(text(1))
     monkeypatch.setattr(engine, "host", lambda: (cpu, ""))
@@ -182,7 +182,7 @@ if sys.argv[1] == "cold":
     def never(*_):
         raise AssertionError("machine code was generated")
     engine._parsed = never
-    engine.llvm.TargetMachine.emit_object = never
+    engine._llvm().TargetMachine.emit_object = never
 (node,) = parse("f32[40,50] @ f32[50,60] + bias, relu").outputs
 problem, target = problem_of(node), detect("cpu")
 plan = plan_for(gemm.CANDIDATE, problem, target)
@@ -296,12 +296,12 @@ def test_files_in_memory_may_be_called_anything(tmp_path):
 
 def test_a_process_without_a_known_openmp_runtime_is_told_so(monkeypatch):
     monkeypatch.setattr(engine, "_loaded_openmp", list)
-    engine._threads.cache_clear()
+    engine.symbols.cache_clear()
     try:
         why = engine.available()
         assert why is not None and "OpenMP" in why
     finally:
-        engine._threads.cache_clear()
+        engine.symbols.cache_clear()
         monkeypatch.undo()
     assert engine.available() is None
 
@@ -332,7 +332,7 @@ def test_a_bound_kernel_keeps_its_code(folder):
     gc.collect()
     assert kernels[0]() is None and kernels[-1]() is not None
     kernel = engine.function(text(3000))
-    run = bound(Call(kernel, 1, (), 0, (), 0, 0, True, 0), None)
+    run = bound(Call(kernel, 1, (), 0, (), 0, 0, True))
     alive = weakref.ref(kernel)
     del kernel
     engine._recent.clear()

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
 from tilewright.ir.graph import Graph, label_of
 from tilewright.ir.ops import Const
-from tilewright.report.program import tensor_types
-from tilewright.report.schema import Output, Port, Read
+from tilewright.report.program import target_name, tensor_types
+from tilewright.report.schema import Output, Port, Quantized, Read, Saved
+from tilewright.schedule.recipe import described
 
 if TYPE_CHECKING:
     from tilewright.ir.graph import Value
+    from tilewright.runtime.executable import Executable
 
 
 def summarise(graph: Graph, name: str) -> Read:
@@ -30,6 +33,18 @@ def summarise(graph: Graph, name: str) -> Read:
         constant_bytes=sum(n.tensor.size_bytes for n in nodes if isinstance(n.op, Const)),
         notes=list(graph.notes),
     )
+
+
+def saved(program: Executable, name: str, path: Path, quantized: Quantized | None) -> Saved:
+    """The summary of a program that was saved."""
+    rebuilt = [
+        "the source's own library" if s.decision is None else s.decision.kernel.candidate
+        for s in program.steps
+        if s.part.kind != "write" and (s.runner is None or not described(s.runner))
+    ]
+    steps, size = len(program.steps), path.stat().st_size
+    built_by = list(dict.fromkeys(rebuilt))
+    return Saved(name, target_name(program.target), str(path), size, steps, steps - len(rebuilt), built_by, quantized)
 
 
 def comments(report: Read) -> str:

@@ -56,7 +56,8 @@ def verify_program(
     def compare(step: Step, values: list[Value]) -> None:
         if progress is not None:
             progress(len(rows), len(program.steps), step.name)
-        rows.append(compare_step(step, values, tolerances))
+        known = [program.value(n) if v is None else v for n, v in zip(step.part.inputs, values, strict=True)]
+        rows.append(compare_step(step, known, tolerances))
 
     with restored(program) as before:
         results = program.run(inputs, compare if steps else None)

@@ -1,4 +1,4 @@
-"""The shorter reports for people: `run`, `verify`, `gemm`, `devices`."""
+"""The shorter reports for people: `compile`, `run`, `verify`, `gemm`, `devices`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from rich.console import Console
 from rich.text import Text
 
-from tilewright.report.schema import Comparison, Device, Devices, Gemm, Run, Verify
+from tilewright.report.schema import Comparison, Device, Devices, Gemm, Run, Saved, Verify
 from tilewright.report.text.explain_text import how, refusals, section
 from tilewright.report.text.quantized_table import print_accuracy, print_quantized
 from tilewright.report.text.tables import Align, heading, input_lines, line, table
@@ -32,6 +32,16 @@ def print_run(out: Console, report: Run) -> None:
     out.print(made)
     if report.written is not None:
         line(out, f"Written to {report.written}.")
+
+
+def print_saved(out: Console, report: Saved) -> None:
+    """Print what a saved program holds."""
+    line(out, f"{report.program} on {report.target}", style="bold")
+    print_quantized(out, report.quantized)
+    line(out, f"Written to {report.written}: {report.bytes / 1e6:,.1f} MB, {count(report.steps, 'step')}.")
+    rest = report.steps - report.complete
+    if rest:
+        line(out, f"When it is read, {count(rest, 'step')} will be built by {', '.join(report.built_by)}.")
 
 
 def _number(x: float | None) -> str:

@@ -15,7 +15,6 @@ from tilewright.candidates.llvm.gemm.nest import Blocks, Nest
 from tilewright.candidates.llvm.gemm.space import ONE_THREAD_OPS
 from tilewright.candidates.llvm.runtime import engine
 from tilewright.candidates.llvm.runtime.calls import Call, bound
-from tilewright.candidates.llvm.runtime.scratch import maker
 from tilewright.dtype import BF16, F32, DType
 from tilewright.hardware.target import Chip, Target
 from tilewright.ir.anchor import operands_of, stores_of
@@ -92,10 +91,8 @@ def _build(problem: AttentionProblem, attention: AttentionNest, schedule: Schedu
     alone, one = attention.scratch(1), problem.ops <= ONE_THREAD_OPS
 
     def prepare(weights: Mapping[int, torch.Tensor]) -> Runner:
-        makers = [maker(s.root.shape, s.root.dtype.to_torch()) for s in attention.output.stores]
-        return bound(
-            Call(kernel, attention.pointers, read, first, makers, alone, attention.scratch(2) - alone, one, 0), keep=None
-        )
+        results, each = [s.root.tensor for s in attention.output.stores], attention.scratch(2) - alone
+        return bound(Call(kernel, attention.pointers, read, first, results, alone, each, one))
 
     return Kernel(CANDIDATE.name, schedule, prepare, workspace_bytes=attention.scratch(torch.get_num_threads()))
 

@@ -21,6 +21,7 @@ PYTHON = (
     "Py_IncRef", "Py_DecRef", "PyObject_CallNoArgs", "PyObject_CallOneArg", "PySequence_GetItem",
     "PyTuple_GetItem", "PyBytes_AsString", "PyList_New", "PyList_SetItem",
 )  # fmt: skip
+MEMORY = ("memcpy", "memmove", "memset")  # which LLVM calls of its own accord
 
 
 def vec(lanes: int, element: str) -> str:

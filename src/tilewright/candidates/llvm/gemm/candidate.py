@@ -15,7 +15,8 @@ from tilewright.candidates.llvm.gemm.kernel import GemmWriter
 from tilewright.candidates.llvm.gemm.nest import Blocks, Nest
 from tilewright.candidates.llvm.gemm.space import Points, Product, ranked, work
 from tilewright.candidates.llvm.runtime import engine
-from tilewright.candidates.llvm.runtime.run import UNSIZED, NestPlan, aligned, lies_right, operand, side_of
+from tilewright.candidates.llvm.runtime.calls import aligned
+from tilewright.candidates.llvm.runtime.run import UNSIZED, NestPlan, lies_right, operand, side_of
 from tilewright.candidates.llvm.runtime.scratch import maker
 from tilewright.dtype import F32, S32
 from tilewright.hardware.target import Target

@@ -24,6 +24,7 @@ from tilewright.lowering.reduction_nest import ReductionNest, reduction_nests
 from tilewright.lowering.scalar.steps import usable
 from tilewright.schedule.candidate import CPU, FUSION, Candidate, FixedPlan, Kernel, Runner, Schedule, Unsupported
 from tilewright.schedule.problem import FusionProblem
+from tilewright.schedule.recipe import Checked, describe
 
 ONE_THREAD_WORK = 1 << 19  # instructions on elements: below this, waking another thread costs more than it saves
 UNROLL = 4
@@ -84,31 +85,35 @@ def module_text(rows: Rows) -> str:
     return RowsWriter(rows).write().text(*engine.host())
 
 
-def _prepared(problem: FusionProblem, rows: Rows, call: Callable[..., None]) -> Runner:
+def _prepared(problem: FusionProblem, rows: Rows, kernel: Callable[..., None]) -> Runner:
     picks = any(loops.nest.tables for loops in rows.each)
     small = sum(loops.nest.work for loops in rows.each) <= ONE_THREAD_WORK or rows.tasks == 1
-    makers = [maker(t.shape, t.dtype.to_torch()) for t in problem.outputs]
     read, each = rows.sources, rows.thread_bytes
-    if not picks:
-        return bound(Call(call, rows.pointers, read, rows.types, makers, each, each, small, 0), keep=None)
+    call = Call(kernel, rows.pointers, read, rows.types, problem.outputs, each, each, small)
+    return checked(call, problem) if picks else bound(call)
+
+
+def checked(call: Call, problem: FusionProblem) -> Runner:
+    """A runner of a kernel that picks by indices: one out of range is an error in the words of the operation that picks."""
     meaning = evaluator(problem.roots, [Node(Param(i, t)) for i, t in enumerate(problem.types)])
+    makers = [maker(t.shape, t.dtype.to_torch()) for t in call.results]
 
     def run(sources: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         held = [t if t.is_contiguous() else t.contiguous() for t in sources]  # copies live until the call is over
         results = [make() for make in makers]
-        threads = 1 if small else torch.get_num_threads()
+        threads = 1 if call.one else torch.get_num_threads()
         at = [t.data_ptr() for t in held]
         to = [t.data_ptr() for t in results]
         missed = c_int64(0)
-        memory = take(each * threads) if each else None
-        call(*at, *to, memory[0] if memory else 0, addressof(missed), threads)
+        memory = take(call.each * threads) if call.each else None
+        call.kernel(*at, *to, memory[0] if memory else 0, addressof(missed), threads)
         if memory:
             give(memory)
-        if missed.value:  # an index out of range: an error in the words of the operation it is meant for
+        if missed.value:
             meaning(sources)
         return results
 
-    return run
+    return describe(run, lambda parts: Checked(call.recipe(parts)))
 
 
 CANDIDATE = Candidate("llvm_norm", FUSION, CPU, 5, plan)

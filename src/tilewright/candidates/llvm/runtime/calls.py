@@ -7,7 +7,7 @@ addresses, has the results made, takes scratch memory and runs the kernel withou
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -17,8 +17,13 @@ import torch
 from tilewright.candidates.llvm.expressions.text import Function, Int, Module
 from tilewright.candidates.llvm.gemm.nest import CACHE_LINE, rounded
 from tilewright.candidates.llvm.runtime import engine
-from tilewright.candidates.llvm.runtime.scratch import give, take
+from tilewright.candidates.llvm.runtime.scratch import give, maker, take
+from tilewright.errors import InputError
+from tilewright.ir.artefact import Kind
+from tilewright.ir.types import TensorType
+from tilewright.schedule.recipe import Called, Parts, describe
 
+MOST_POINTERS = 10_000
 COUNTERS = 3 * CACHE_LINE  # behind the pointers that a kernel is given
 ON_STACK = 1 << 15  # bytes of scratch that are not worth a pool
 # What the function is bound to: a table of numbers, these, what makes each result, what is kept alive.
@@ -37,36 +42,94 @@ class Call:
         pointers: number of pointers it is given: sources, results, scratch, packed right operand.
         read: sources whose addresses it needs.
         first: index of the first result's pointer.
-        makers: functions that allocate each result.
+        results: types of the results.
         alone: bytes of scratch for one thread.
         each: bytes of scratch for each further thread.
         one: it is never worth a second thread.
-        packed: address of the packed right operand.
+        packed: the packed right operand, u8, from the first cache line in it on; None for a kernel that has none.
+        packed_bytes: its bytes.
     """
 
     kernel: Any
     pointers: int
     read: Sequence[int]
     first: int
-    makers: Sequence[Callable[[], torch.Tensor]]
+    results: Sequence[TensorType]
     alone: int
     each: int
     one: bool
-    packed: int
+    packed: torch.Tensor | None = None
+    packed_bytes: int = 0
+
+    def recipe(self, parts: Parts) -> Called:
+        """The call as data, its code and packed operand left with `parts`."""
+        packed = ""
+        if self.packed is not None:
+            at = aligned(self.packed) - self.packed.data_ptr()
+            packed = parts.bytes(self.packed[at : at + self.packed_bytes])
+        results = tuple(map(Kind.of, self.results))
+        code = parts.code(self.kernel.__module__.object)
+        shape = code, self.pointers, tuple(self.read), self.first, results, self.alone, self.each, self.one
+        return Called(*shape, packed, self.packed_bytes)
 
 
-def bound(call: Call, keep: object) -> Callable[[Sequence[torch.Tensor]], list[torch.Tensor]]:
-    """A function from sources to results; `keep` lives as long as it does.
+def restored(recipe: Called, code: Mapping[str, engine.Code], memory: Callable[[str], torch.Tensor], sources: int) -> Call:
+    """A call from its recipe, of a kernel with so many sources; `code` holds the mapped objects, `memory` gives packed weights.
+
+    Raises:
+        InputError: its numbers do not fit together.
+    """
+    results = tuple(kind.type for kind in recipe.results)
+    last = recipe.pointers - 2  # behind the results
+    fits = all(0 <= i < recipe.first for i in recipe.read) and sources <= recipe.first and recipe.first + len(results) <= last
+    if not fits or not 0 <= recipe.pointers <= MOST_POINTERS or recipe.alone < 0 or recipe.each < 0:
+        raise InputError("a saved call does not fit its step", hint="save the program again")
+    if recipe.code not in code:
+        raise InputError("the machine code of a saved call is missing", hint="save the program again")
+    packed = memory(recipe.packed) if recipe.packed else None
+    if packed is not None and packed.numel() != recipe.packed_bytes:
+        raise InputError("the packed weight of a saved call has another size", hint="save the program again")
+    shape = recipe.pointers, recipe.read, recipe.first, results, recipe.alone, recipe.each, recipe.one
+    return Call(code[recipe.code].function(), *shape, packed, recipe.packed_bytes)
+
+
+def aligned(t: torch.Tensor) -> int:
+    """The address of the first cache line that begins in a tensor."""
+    return -(-t.data_ptr() // 64) * 64
+
+
+def bound(call: Call) -> Callable[[Sequence[torch.Tensor]], list[torch.Tensor]]:
+    """A function from sources to results.
 
     Sources may have any strides. It raises what asking them for their addresses raises: of what is no tensor, TypeError.
     """
     stack = call.one and call.alone <= ON_STACK
+    makers = [maker(t.shape, t.dtype.to_torch()) for t in call.results]
+    packed = 0 if call.packed is None else aligned(call.packed)
     numbers = (
-        call.kernel.__self__, call.pointers, len(call.read), len(call.makers), call.first, call.alone, call.each, call.one,
-        stack, call.packed, *call.read,
+        call.kernel.__self__, call.pointers, len(call.read), len(makers), call.first, call.alone, call.each, call.one,
+        stack, packed, *call.read,
     )  # fmt: skip
     table = struct.pack(f"={len(numbers)}q", *numbers)
-    return engine.loaded(_text()).bound(engine.METH_O, (table, *USED, *call.makers, (keep, call.kernel)))
+    run = caller().bound(engine.METH_O, (table, *USED, *makers, (call.packed, call.kernel)))
+    return describe(run, call.recipe)
+
+
+_caller: engine.Code | None = None
+
+
+def caller() -> engine.Code:
+    """The function that `bound` binds, in this process: made when first asked for, if it was not read from a saved program."""
+    global _caller
+    if _caller is None:
+        _caller = engine.loaded(_text())
+    return _caller
+
+
+def take_caller(code: engine.Code) -> None:
+    """Use a saved program's function of this version in place of one that is still to be made."""
+    global _caller
+    _caller = _caller or code
 
 
 @cache

@@ -2,7 +2,8 @@
 on.
 
 Object code is kept under the hash of everything it depends on (the text names the processor and its features), with a checksum
-of both. So a process that meets a kernel again only loads it. Loading needs no optimiser and no code generator.
+of both. So a process that meets a kernel again only loads it. Loading needs no optimiser and no code generator. LLVM itself is
+imported when a kernel is first made: saved programs (`image.py`) run without it.
 
 Kernels may be called from several Python threads at once. In a forked child GNU's OpenMP runtime has lost its threads and waits
 for them, in torch's own operations as well as here: call `torch.set_num_threads(1)` there first, or spawn instead of forking.
@@ -18,12 +19,11 @@ import tempfile
 from collections import deque
 from functools import cache
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 from weakref import WeakValueDictionary
 
-import llvmlite.binding as llvm
-
-from tilewright.candidates.llvm.expressions.text import PYTHON, THREADS
+from tilewright.candidates.llvm.expressions.text import MEMORY, PYTHON, THREADS
 from tilewright.errors import UnsupportedError
 from tilewright.files import foreign, open_own
 from tilewright.hardware.ceilings import cache_folder
@@ -35,7 +35,10 @@ METH_O, METH_FASTCALL = 0x08, 0x80  # CPython, Include/methodobject.h
 def available() -> str | None:
     """None if kernels can be generated and run here, else the sentence why not."""
     try:
-        _threads()
+        _llvm()
+        symbols()
+    except ImportError:
+        return "kernels for CPUs are generated with llvmlite, which is not installed"
     except UnsupportedError as error:
         return str(error)
     return None
@@ -53,20 +56,29 @@ def require() -> None:
 
 
 @cache
+def _llvm() -> ModuleType:
+    """LLVM, ready for the processor at hand.
+
+    Raises:
+        ImportError: it is not installed.
+    """
+    import llvmlite.binding as llvm
+
+    llvm.initialize_native_target()
+    llvm.initialize_native_asmprinter()
+    return llvm
+
+
+@cache
 def host() -> tuple[str, str]:
     """Name and features of this processor, as LLVM spells them."""
-    _initialize()
+    llvm = _llvm()
     return llvm.get_host_cpu_name(), llvm.get_host_cpu_features().flatten()
 
 
 @cache
-def _initialize() -> None:
-    llvm.initialize_native_target()
-    llvm.initialize_native_asmprinter()
-
-
-@cache
 def _initialize_all() -> None:
+    llvm = _llvm()
     llvm.initialize_all_targets()
     llvm.initialize_all_asmprinters()
 
@@ -83,6 +95,7 @@ def assembly(text: str, triple: str, cpu: str, features: str) -> str:
 
 
 def _parsed(text: str, triple: str, cpu: str, features: str) -> tuple[Any, Any]:
+    llvm = _llvm()
     target = llvm.Target.from_triple(triple)
     machine = target.create_target_machine(cpu=cpu, features=features, opt=3, codemodel="jitdefault", jit=True)
     module = llvm.parse_assembly(text)
@@ -93,7 +106,7 @@ def _parsed(text: str, triple: str, cpu: str, features: str) -> tuple[Any, Any]:
 
 def object_code(text: str) -> bytes:
     """Machine code of a module for this processor, from the cache on disk or made now."""
-    cpu, features = host()
+    llvm, (cpu, features) = _llvm(), host()
     key = hashlib.sha256("\0".join((text, cpu, features, repr(llvm.llvm_version_info))).encode()).hexdigest()
     file = _folder() / f"{key}.o"
     kept = _read(file, key)
@@ -148,24 +161,30 @@ def _write(file: Path, key: str, code: bytes) -> None:
 
 
 @cache
-def _threads() -> None:
-    """Let kernels call the OpenMP runtime that torch has loaded, so that both share one pool of threads.
+def symbols() -> dict[str, int]:
+    """Addresses of all functions of the process that kernels may call, by name: those of the OpenMP runtime that torch has
+    loaded, so that both share one pool of threads, of the interpreter, and of the C library.
 
     Raises:
-        UnsupportedError: torch came without one (GNU's or LLVM's, which has GNU's entry points too).
+        UnsupportedError: torch came without such a runtime (GNU's or LLVM's, which has GNU's entry points too).
     """
-    _initialize()
     for path in _loaded_openmp():
         library = ctypes.CDLL(path)
         if all(hasattr(library, name) for name in THREADS):
-            for name in THREADS:
-                llvm.add_symbol(name, ctypes.cast(getattr(library, name), ctypes.c_void_p).value)
             break
     else:
         raise UnsupportedError("no OpenMP runtime with GNU's entry points is loaded, and kernels share torch's threads")
-    for name in PYTHON:
-        llvm.add_symbol(name, ctypes.cast(getattr(ctypes.pythonapi, name), ctypes.c_void_p).value)
-    llvm.add_symbol("_Py_NoneStruct", id(None))
+    found = {"_Py_NoneStruct": id(None)}
+    for names, home in ((THREADS, library), (PYTHON, ctypes.pythonapi), (MEMORY, ctypes.CDLL(None))):
+        found |= {name: ctypes.cast(getattr(home, name), ctypes.c_void_p).value or 0 for name in names}
+    return found
+
+
+@cache
+def _symbols_for_llvm() -> None:
+    """Tell LLVM's linker the addresses."""
+    for name, address in symbols().items():
+        _llvm().add_symbol(name, address)
 
 
 def _loaded_openmp() -> list[str]:
@@ -190,7 +209,7 @@ class _MethodDef(ctypes.Structure):
 
 
 @cache
-def loaded(text: str) -> _Loaded:
+def loaded(text: str) -> Code:
     """A module's machine code, for as long as the process lives."""
     return _Loaded(object_code(text))
 
@@ -203,26 +222,26 @@ def function(text: str) -> Any:
     generated(text)
     found = _alive.get(text)
     if found is None:
-        code = _Loaded(object_code(text))
-        found = _alive[text] = code.bound(METH_FASTCALL, code.address("run"))
+        found = _alive[text] = _Loaded(object_code(text)).function()
     _recent.append(found)
     return found
 
 
-class _Loaded:
-    """Machine code in this process, kept alive by the functions made of it."""
+class Code:
+    """Machine code in this process, kept alive by the functions made of it, whose `__module__` it is.
 
-    def __init__(self, code: bytes):
-        _threads()
-        machine = llvm.Target.from_default_triple().create_target_machine(jit=True)
-        self._engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), machine)
-        self._engine.add_object_file(llvm.ObjectFileRef.from_data(code))
-        self._engine.finalize_object()
+    Attributes:
+        object: the relocatable object that it was.
+    """
+
+    object: bytes
+
+    def __init__(self) -> None:
         self._definitions: dict[int, _MethodDef] = {}
 
     def address(self, name: str) -> int:
         """The address of a function; 0 if there is none of that name."""
-        return self._engine.get_function_address(name)
+        raise NotImplementedError
 
     def bound(self, flags: int, to: object = None) -> Any:
         """The `@python` function as Python calls it by `flags`, with `to` as what it is given first."""
@@ -232,3 +251,24 @@ class _Loaded:
         make = ctypes.pythonapi.PyCFunction_NewEx
         make.restype, make.argtypes = ctypes.py_object, [ctypes.POINTER(_MethodDef), ctypes.py_object, ctypes.py_object]
         return make(ctypes.byref(definition), to, self)  # as its module, which it holds as long as it lives
+
+    def function(self) -> Any:
+        """The `@python` function, taking integers; its `__self__` is the address of `@run`."""
+        return self.bound(METH_FASTCALL, self.address("run"))
+
+
+class _Loaded(Code):
+    """Machine code that LLVM has linked."""
+
+    def __init__(self, code: bytes):
+        super().__init__()
+        _symbols_for_llvm()
+        llvm = _llvm()
+        self.object = code
+        machine = llvm.Target.from_default_triple().create_target_machine(jit=True)
+        self._engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), machine)
+        self._engine.add_object_file(llvm.ObjectFileRef.from_data(code))
+        self._engine.finalize_object()
+
+    def address(self, name: str) -> int:
+        return self._engine.get_function_address(name)

@@ -12,7 +12,6 @@ from tilewright.candidates.llvm.gemm.dots import Choice
 from tilewright.candidates.llvm.gemm.nest import Blocks, Nest
 from tilewright.candidates.llvm.gemm.space import ONE_THREAD_OPS
 from tilewright.candidates.llvm.runtime.calls import Call, bound
-from tilewright.candidates.llvm.runtime.scratch import maker
 from tilewright.hardware.target import Target
 from tilewright.ir.evaluate import evaluate_nodes
 from tilewright.ir.graph import Node, toposort
@@ -20,6 +19,7 @@ from tilewright.ir.ops import Map, Param, Select
 from tilewright.lowering.access import Access, of_operand
 from tilewright.schedule.candidate import Kernel, Runner, Schedule, Unsupported
 from tilewright.schedule.problem import Problem
+from tilewright.schedule.recipe import Parts, Prepared, describe
 
 UNSIZED = Blocks("", 1, 1, 1, 1, 1, pack_lhs=True)
 
@@ -68,22 +68,30 @@ class NestPlan:
         """A function that runs a kernel on sources; `packed` holds a constant right operand as the kernel reads it, and is kept
         alive."""
         count = len(self.problem.types)
-        makers = [maker(t.shape, t.dtype.to_torch()) for t in self.problem.outputs]
         left, right = self.outside[0], None if nest.constant else self.outside[1]
         outside = [i for i, node in ((count, left), (count + 1, right)) if node is not None]
         read = [*sorted(self._pointers() & set(range(count))), *outside]
         alone, one = nest.scratch(1), self.problem.ops <= ONE_THREAD_OPS
-        needs = Call(call, nest.pointers, read, count + 2, makers, alone, nest.scratch(2) - alone, one, aligned(packed))
-        run = bound(needs, keep=packed)
-        if not outside:
-            return run
+        weight, size = (packed, nest.packed_rhs_bytes) if nest.constant else (None, 0)
+        results, each = self.problem.outputs, nest.scratch(2) - alone
+        needs = Call(call, nest.pointers, read, count + 2, results, alone, each, one, weight, size)
+        return behind(needs, left, right, nest.k_contiguous) if outside else bound(needs)
 
-        def evaluated(sources: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-            lhs = operand(left, sources, False) if left is not None else packed
-            rhs = operand(right, sources, nest.k_contiguous) if right is not None else packed
-            return run((*sources, lhs, rhs))
 
-        return evaluated
+def behind(call: Call, left: Node | None, right: Node | None, k_last: bool) -> Runner:
+    """A runner of a call whose last two sources are the operands: those of which an expression is given, evaluated by torch."""
+    run, none = bound(call), torch.empty(0)
+
+    def evaluated(sources: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        lhs = operand(left, sources, False) if left is not None else none
+        rhs = operand(right, sources, k_last) if right is not None else none
+        return run((*sources, lhs, rhs))
+
+    def recipe(parts: Parts) -> Prepared:
+        lhs, rhs = (parts.text((root,)) if root is not None else "" for root in (left, right))
+        return Prepared(lhs, rhs, k_last, call.recipe(parts))
+
+    return describe(evaluated, recipe)
 
 
 def side_of(root: Node, index: int, *, columns_last: bool, outside: bool) -> tuple[Access, Node | None]:
@@ -122,10 +130,6 @@ def lies_right(access: Access, problem: Problem, choice: Choice, rows: int) -> b
 
 def _params(roots: Sequence[Node]) -> set[int]:
     return {n.op.index for n in toposort(roots) if isinstance(n.op, Param)}
-
-
-def aligned(t: torch.Tensor) -> int:
-    return -(-t.data_ptr() // 64) * 64
 
 
 def operand(root: Node, sources: Mapping[int, torch.Tensor] | Sequence[torch.Tensor], k_contiguous: bool) -> torch.Tensor:

@@ -12,7 +12,8 @@ from tilewright.candidates.llvm.gemm.dots import PAIRS, Choice, choose
 from tilewright.candidates.llvm.gemm.nest import Blocks
 from tilewright.candidates.llvm.gemm.space import L2_BYTES
 from tilewright.candidates.llvm.runtime import engine
-from tilewright.candidates.llvm.runtime.run import UNSIZED, NestPlan, aligned, lies_right, operand, side_of
+from tilewright.candidates.llvm.runtime.calls import aligned
+from tilewright.candidates.llvm.runtime.run import UNSIZED, NestPlan, lies_right, operand, side_of
 from tilewright.candidates.llvm.runtime.scratch import maker
 from tilewright.candidates.llvm.w4.codes import MOST_GROUP, Activations, CodesNest, CodesWriter, activations, chosen
 from tilewright.candidates.llvm.w4.kernel import CODES, WIDE, GroupedNest, GroupedWriter

@@ -1,19 +1,23 @@
-"""Files in the safetensors format, read in place: a length, a table in JSON, and the tensors' bytes, one after the other
-without overlap or hole (no code, so nothing in one can run). Source: the format's description in the safetensors project,
+"""Files in the safetensors format, written, and read in place: a length, a table in JSON, and the tensors' bytes, one after the
+other without overlap or hole (no code, so nothing in one can run). Source: the format's description in the safetensors project,
 version 0.8."""
 
 from __future__ import annotations
 
+import io
 import json
 import math
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated
+from typing import IO, Annotated
 
 import msgspec
 import numpy as np
 import torch
 
 from tilewright.errors import InputError, UnsupportedError
+from tilewright.files import whole_file
+from tilewright.ir.literal import bits_of
 
 MOST_HEADER_BYTES = 100_000_000
 _TYPES = {
@@ -44,6 +48,11 @@ class _Entry(msgspec.Struct):
     data_offsets: tuple[_Extent, _Extent]
 
 
+def has_name(dtype: torch.dtype) -> bool:
+    """Tell whether the format has a type."""
+    return dtype in _TYPES.values()
+
+
 def _named_twice(header: bytes) -> str | None:
     """A name that stands twice in an object of a header that was read as JSON."""
     found: list[str] = []
@@ -57,11 +66,48 @@ def _named_twice(header: bytes) -> str | None:
     return found[0] if found else None
 
 
+def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str], alignment: int = 64) -> None:
+    """Write dense CPU tensors as a file that appears whole or not at all. Each begins at a multiple of `alignment` bytes of the
+    file: where one does not end there, a tensor called "padding.N" follows it.
+
+    Raises:
+        InputError: the folder is not there or cannot be written.
+    """
+    with whole_file(path) as draft, draft.open("wb") as file:
+        write_tensors_to(file, tensors, metadata, alignment)
+
+
+def write_tensors_to(
+    file: IO[bytes], tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str], alignment: int = 64
+) -> None:
+    """Write them to an open file, as `write_tensors` does."""
+    names = {of: name for name, of in _TYPES.items()}
+    table: dict[str, object] = {"__metadata__": dict(metadata)}
+    at = 0
+    contents: list[torch.Tensor | bytes] = []
+    for name, t in tensors.items():
+        table[name] = {"dtype": names[t.dtype], "shape": list(t.shape), "data_offsets": [at, at + t.nbytes]}
+        contents.append(t)
+        at += t.nbytes
+        if at % alignment:
+            rest = -at % alignment
+            padding = f"padding.{len(contents)}"
+            table[padding] = {"dtype": "U8", "shape": [rest], "data_offsets": [at, at + rest]}
+            contents.append(bytes(rest))
+            at += rest
+    header = msgspec.json.encode(table)
+    header += b" " * (-(8 + len(header)) % alignment)
+    file.write(len(header).to_bytes(8, "little") + header)
+    for content in contents:
+        file.write(content if isinstance(content, bytes) else bits_of(content).numpy().data)
+
+
 class TensorFile:
     """The tensors of one file by name; each is read when asked for, and its memory is the file's until somebody writes to it.
 
     Args:
         path: a .safetensors file.
+        content: its bytes, where they are in memory already and `path` is what to call them.
 
     Raises:
         InputError: there is no such file, or it is none of this format.
@@ -69,11 +115,12 @@ class TensorFile:
 
     metadata: dict[str, str]
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, content: bytes | None = None) -> None:
         self.path = path
+        self._memory = None if content is None else np.frombuffer(content, np.uint8)
         try:
-            held = path.stat().st_size
-            with path.open("rb") as file:
+            held = path.stat().st_size if content is None else len(content)
+            with path.open("rb") if content is None else io.BytesIO(content) as file:
                 first = file.read(8)
                 length = int.from_bytes(first, "little")
                 for start, (kind, hint) in _OTHERS.items():
@@ -121,6 +168,11 @@ class TensorFile:
         """The names of the file's tensors, in the order of the header."""
         return list(self._entries)
 
+    def bytes_of(self, name: str) -> int:
+        """The bytes that a tensor takes, without reading it."""
+        begin, end = self._entries[name].data_offsets
+        return end - begin
+
     def shape(self, name: str) -> tuple[int, ...]:
         """A tensor's shape, without reading it."""
         return tuple(self._entries[name].shape)
@@ -137,7 +189,12 @@ class TensorFile:
         begin, end = entry.data_offsets
         if begin == end:
             return torch.empty(entry.shape, dtype=_TYPES[entry.dtype])
-        memory = np.memmap(self.path, np.uint8, "c", self._start + begin, (end - begin,))
+        at = self._start + begin
+        memory = (
+            np.memmap(self.path, np.uint8, "c", at, (end - begin,))
+            if self._memory is None
+            else self._memory[at : at + end - begin].copy()
+        )
         flat = torch.from_numpy(memory)
         of = _TYPES[entry.dtype]
         aligned = flat if memory.ctypes.data % of.itemsize == 0 else flat.clone()

@@ -1,0 +1,555 @@
+"""Saved programs (docs/artefacts.md): a compiled program written to a `.twp` file, and read back without what compiled it.
+
+A file decides what is executed. So its code, and the numbers that the code is called with, are used if a key of this user
+signed them or the caller trusts the file; both are checked to fit the graph all the same. On another chip, or with another
+version of what calls kernels, nothing of them is used, and the graph is compiled.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import importlib
+import inspect
+import io
+import os
+import platform
+import secrets
+import stat
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from functools import cache, partial
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Generic
+
+import msgspec
+import torch
+
+from tilewright.candidates import split
+from tilewright.candidates.llvm.normalization.candidate import checked
+from tilewright.candidates.llvm.runtime import calls, engine, image
+from tilewright.candidates.llvm.runtime.run import behind
+from tilewright.dtype import U8
+from tilewright.errors import LOGGER, InputError, UnsupportedError, say
+from tilewright.files import open_own, whole_file
+from tilewright.frontends.tilewright_text import check_calls
+from tilewright.hardware.ceilings import cache_folder
+from tilewright.hardware.detect import detect
+from tilewright.hardware.target import DeviceKind, Target
+from tilewright.ir.artefact import (
+    CONSTANT,
+    FORMAT,
+    MANIFEST,
+    VERSION,
+    Array,
+    Container,
+    Graphs,
+    Kind,
+    Manifest,
+)
+from tilewright.ir.graph import Graph, Node, toposort
+from tilewright.ir.literal import Literal, bits_of
+from tilewright.ir.pattern import Trace
+from tilewright.ir.safetensors import has_name, write_tensors_to
+from tilewright.ir.text import parse, print_with_literals
+from tilewright.ir.types import TensorType
+from tilewright.runtime.executable import E, Executable, Inner, Posed, Step, chooser, kernel_step, library_step, prepare
+from tilewright.runtime.partition import Kind as PartKind
+from tilewright.runtime.partition import Part
+from tilewright.schedule.candidate import Kernel, Runner, Schedule, concerns, discover, plan_for
+from tilewright.schedule.problem import AnyProblem, FusionProblem, Problem, ProblemKind
+from tilewright.schedule.recipe import Built, Called, Prepared, Recipe, Split, recipe_of
+from tilewright.schedule.record import Loser, Time
+from tilewright.schedule.search import Decision, Rejected
+from tilewright.schedule.tuning_database import TuningDatabase, user_cache
+
+if TYPE_CHECKING:
+    from tilewright.ir.graph import Value
+
+KEY_BYTES = 32
+TRUST = "if you trust the file: trust=True, or --trust; or tilewright.compile(path), which uses its graph alone"
+# Modules whose functions and numbers a saved program is made of: one of another version is compiled again.
+_VERSIONED = (
+    "tilewright.candidates.llvm.runtime.calls",
+    "tilewright.candidates.llvm.runtime.image",
+    "tilewright.candidates.llvm.runtime.run",
+    "tilewright.candidates.llvm.runtime.scratch",
+    "tilewright.candidates.llvm.normalization.candidate",
+    "tilewright.candidates.split",
+    "tilewright.schedule.recipe",
+)
+
+
+class Machine(msgspec.Struct, frozen=True):
+    """The machine that a program is for.
+
+    Attributes:
+        name: marketing name.
+        chip: data file that it matched.
+        device: "cpu" or "cuda".
+        architecture: the processor's, and the byte order.
+        features: what it reports to have.
+    """
+
+    name: str
+    chip: str
+    device: DeviceKind
+    architecture: str
+    features: frozenset[str]
+
+
+class Chosen(msgspec.Struct, frozen=True):
+    """A step's kernel and how it was chosen: fields of `Kernel` and `Decision`."""
+
+    candidate: str
+    knobs: tuple[tuple[str, bool | int | str], ...]
+    time_us: Time | None
+    measured: bool
+    verified: bool
+    provisional: str
+    rejected: tuple[Loser, ...]
+    workspace_bytes: int
+    packed_bytes: int
+    releasable: tuple[int, ...]
+    roundoff: float
+    parts: tuple[tuple[ProblemKind, str], ...]
+    recipe: Recipe
+
+
+class SavedStep(msgspec.Struct, frozen=True):
+    """A step: its nodes, inputs and outputs by number (`_numbered`), its kernel, and the programs of its regions."""
+
+    kind: PartKind
+    nodes: tuple[int, ...]
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    chosen: Chosen | None = None
+    within: tuple[SavedProgram, ...] = ()
+
+
+class SavedProgram(Graphs, frozen=True):
+    """A compiled program: the values of nodes that it holds ready, and its steps in order."""
+
+    values: tuple[tuple[int, str], ...]
+    steps: tuple[SavedStep, ...]
+
+
+class Whole(Manifest, frozen=True):
+    """A manifest.
+
+    Attributes:
+        made_by: digest of the code that calls kernels.
+        machine: what it is for.
+        code: arrays of object code by name.
+        caller: name among them of what Python calls kernels through; "" if there is no code.
+    """
+
+    made_by: str
+    machine: Machine
+    code: dict[str, str]
+    caller: str
+    program: SavedProgram  # pyright: ignore[reportIncompatibleVariableOverride] - frozen
+
+
+# -- writing
+
+
+class _Writer:
+    """Arrays and code of a program by name (`recipe.Parts`). What has the same bytes is written once."""
+
+    def __init__(self) -> None:
+        self.arrays: dict[str, Array] = {}
+        self.tensors: dict[str, torch.Tensor] = {}
+        self.objects: dict[str, str] = {}
+        self.literals: dict[str, Literal] = {}
+        self._entries: dict[str, str] = {}
+
+    def array(self, name: str, t: torch.Tensor, type_: TensorType) -> str:
+        """Leave a tensor under a name, which is given back."""
+        held = t.detach().cpu().contiguous()
+        digest = hashlib.sha256(bits_of(held).numpy().data).hexdigest()
+        if digest not in self._entries:
+            self._entries[digest] = name
+            self.tensors[name] = held if has_name(held.dtype) else bits_of(held)
+        self.arrays[name] = Array(self._entries[digest], Kind.of(type_), digest)
+        return name
+
+    def bytes(self, memory: torch.Tensor) -> str:
+        return self.array(f"packed/{len(self.arrays)}", memory, TensorType(U8, (memory.numel(),)))
+
+    def code(self, content: bytes) -> str:
+        """Leave object code.
+
+        Raises:
+            UnsupportedError: it could not be mapped again.
+        """
+        digest = hashlib.sha256(content).hexdigest()
+        if digest not in self.objects:
+            image.mapped({digest: content})
+            self.objects[digest] = self.bytes(torch.frombuffer(bytearray(content), dtype=torch.uint8))
+        return digest
+
+    def text(self, roots: Sequence[Node]) -> str:
+        return self.graph(Graph("", (), tuple(roots), ("",) * len(roots)))
+
+    def graph(self, graph: Graph) -> str:
+        """A graph's text; its large constants are left under their names."""
+        text = print_with_literals(graph, self.literals)[0]
+        for name, literal in self.literals.items():
+            if CONSTANT + name not in self.arrays:
+                self.array(CONSTANT + name, literal.tensor(), literal.type)
+        return text
+
+    def program(self, program: Executable) -> SavedProgram:
+        """A program's part of the manifest."""
+        number = {n: i for i, n in enumerate(_numbered(program.graph))}
+        texts = self.graph(program.source), self.graph(program.graph)
+        steps = [self._step(step, number) for step in program.steps]
+        needed = {*program.graph.outputs}
+        for step, saved in zip(program.steps, steps, strict=True):
+            kept = saved.chosen is not None and not _built(saved.chosen.recipe)
+            needed.update(n for n in step.part.inputs if not (kept and n in step.releasable))
+        held = program.graph.inputs[len(program.graph.inputs) - len(program.graph.state) :]
+        state = [self.array(f"state/{len(self.arrays)}", program.value(n), n.tensor) for n in held]
+        values = [
+            (number[n], self.array(f"value/{len(self.arrays)}", program.value(n), n.tensor))
+            for n in number
+            if n in needed and n.constant
+        ]
+        return SavedProgram(*texts, tuple(state), program.graph.places, tuple(values), tuple(steps))
+
+    def _step(self, step: Step, number: Mapping[Node, int]) -> SavedStep:
+        part, d = step.part, step.decision
+        nodes, inputs, outputs = (tuple(number[n] for n in each) for each in (part.nodes, part.inputs, part.outputs))
+        if d is None or step.runner is None:
+            return SavedStep(part.kind, nodes, inputs, outputs, None, tuple(map(self.program, step.within)))
+        k = d.kernel
+        rejected = tuple(Loser(r.candidate, r.why[:4000], r.time_us, r.schedule.knobs, r.kind) for r in d.rejected)
+        try:
+            recipe = recipe_of(step.runner, self)
+        except UnsupportedError:  # code of a processor for which `image` knows no objects
+            recipe = None
+        chosen = Chosen(
+            k.candidate, k.schedule.knobs, d.time_us, d.measured, d.verified, d.provisional, rejected, k.workspace_bytes,
+            k.packed_bytes, tuple(sorted(k.releasable)), k.roundoff, k.parts,
+            recipe or Built(k.candidate, k.schedule.knobs),
+        )  # fmt: skip
+        return SavedStep(part.kind, nodes, inputs, outputs, chosen)
+
+
+def _built(recipe: Recipe) -> bool:
+    """Tell whether a candidate builds any of it again, from the weights."""
+    return isinstance(recipe, Built) or (isinstance(recipe, Split) and any(map(_built, recipe.pieces)))
+
+
+def _numbered(graph: Graph) -> list[Node]:
+    """A graph's nodes in the order of its text."""
+    return toposort((*graph.inputs, *graph.outputs))
+
+
+def save(program: Executable, path: Path) -> None:
+    """See `Executable.save`."""
+    with whole_file(path) as draft, draft.open("wb") as file:
+        _write(program, file)
+
+
+def artefact_of(program: Executable) -> bytes:
+    """The bytes of the file that `save` writes."""
+    file = io.BytesIO()
+    _write(program, file)
+    return file.getvalue()
+
+
+def _write(program: Executable, file: IO[bytes]) -> None:
+    writer = _Writer()
+    saved = writer.program(program)
+    caller = writer.code(calls.caller().object) if writer.objects else ""
+    whole = Whole(
+        version=VERSION,
+        arrays=writer.arrays,
+        program=saved,
+        made_by=_made_by(),
+        machine=_machine(program.target),
+        code=writer.objects,
+        caller=caller,
+    )
+    manifest = msgspec.json.encode(whole)
+    metadata = {
+        "format": FORMAT,
+        "version": str(VERSION),
+        MANIFEST: hashlib.sha256(manifest).hexdigest(),
+        "signature": _signature(manifest, _key()),
+    }
+    text = torch.frombuffer(bytearray(manifest), dtype=torch.uint8)
+    write_tensors_to(file, {MANIFEST: text, **writer.tensors}, metadata)
+
+
+def _machine(target: Target) -> Machine:
+    architecture = f"{platform.machine()} {sys.byteorder}"
+    return Machine(target.name, target.chip.name, target.kind, architecture, target.features)
+
+
+@cache
+def _made_by() -> str:
+    digest = hashlib.sha256()
+    for name in _VERSIONED:
+        digest.update(Path(inspect.getfile(importlib.import_module(name))).read_bytes())
+    return digest.hexdigest()
+
+
+# -- signing
+
+
+def _signature(manifest: bytes, key: bytes | None) -> str:
+    """The HMAC-SHA-256 of a manifest, in which every array's digest stands; "" without a key."""
+    return "" if key is None else hmac.new(key, manifest, hashlib.sha256).hexdigest()
+
+
+def _key() -> bytes | None:
+    """Give the user's key on this machine, made when first asked for; None, said once, where none can be kept to oneself."""
+    try:
+        file = cache_folder() / "key"
+        if not file.exists():
+            _make_key(file)
+        with os.fdopen(open_own(file, os.O_RDONLY), "rb") as opened:
+            if stat.S_IMODE(os.fstat(opened.fileno()).st_mode) & 0o077:
+                raise PermissionError(1, "others can read it", str(file))
+            key = opened.read()
+    except OSError as error:
+        say(f"programs are saved without a signature: the key cannot be kept ({error.strerror}: {error.filename})")
+        return None
+    if len(key) != KEY_BYTES:
+        say(f"programs are saved without a signature: {file} is no key; delete it, and another is made")
+        return None
+    return key
+
+
+def _make_key(file: Path) -> None:
+    """Of processes that do so at once, one makes it."""
+    descriptor, name = tempfile.mkstemp(dir=file.parent)  # readable by the owner alone
+    try:
+        with os.fdopen(descriptor, "wb") as out:
+            out.write(secrets.token_bytes(KEY_BYTES))
+        try:
+            os.link(name, file)
+        except FileExistsError:
+            return
+    finally:
+        Path(name).unlink()
+
+
+def _signed(container: Container) -> bool:
+    if not container.signature:
+        return False
+    key = _key()
+    return key is not None and hmac.compare_digest(_signature(container.manifest, key), container.signature)
+
+
+# -- reading
+
+
+def unpickled(content: bytes, made: type[E]) -> E:
+    """The program that `artefact_of` wrote; trusted, as what is unpickled is."""
+    return load(Container(Path("a pickle"), content), made, trust=True, device=None, budget_s=0.0)
+
+
+def load(container: Container, made: type[E], *, trust: bool, device: str | torch.device | None, budget_s: float) -> E:
+    """See `tilewright.load_program`; `made` is the kind of executable that is wanted."""
+    whole = container.decoded(Whole)
+    trusted = trust or _signed(container)
+    target, why = _target(whole.machine, device)
+    why = why or _elsewhere(whole, target)
+    if why is None and not trusted:
+        what = "code that is not signed by this user's key on this machine"
+        raise InputError(what, where=str(container.path), hint=TRUST)
+    if why is None:
+        try:
+            return _Reader(container, whole, target, made).program(whole.program)
+        except UnsupportedError as error:
+            why = error.what
+    LOGGER.warning("%s is compiled again from its graph: %s", container.path, why)
+    return _again(container, whole.program, target, budget_s, trusted, made)
+
+
+def _target(machine: Machine, device: str | torch.device | None) -> tuple[Target, str | None]:
+    """Where to run, and why that is not what a program was compiled for."""
+    if device is not None:
+        return detect(device), None
+    try:
+        return detect(machine.device), None
+    except InputError as error:
+        return detect("cpu"), error.what
+
+
+def _elsewhere(whole: Whole, target: Target) -> str | None:
+    """None if a program's kernels are for this machine and version, else the sentence why not."""
+    here, there = _machine(target), whole.machine
+    if (here.device, here.chip, here.architecture) != (there.device, there.chip, there.architecture):
+        return f"it is for {there.name} ({there.chip}, {there.device}), and this is {here.name} ({here.chip}, {here.device})"
+    missing = sorted(there.features - here.features)
+    if missing:
+        return f"it is for a processor with {', '.join(missing[:3])}"
+    return None if whole.made_by == _made_by() else "another version of Tilewright made it, which calls kernels in another way"
+
+
+def _again(container: Container, saved: SavedProgram, target: Target, budget_s: float, trusted: bool, made: type[E]) -> E:
+    """A program compiled from its graph as the rules left it."""
+    state = container.state(saved)
+    source, graph = (container.graph(text, saved, state) for text in (saved.source, saved.graph))
+    if not trusted:
+        check_calls(graph)
+    decide = chooser(graph, target, budget_s, database=TuningDatabase(target, user_cache()))
+    regions = iter([p for step in saved.steps for p in step.within])
+
+    def inner(_: Graph) -> E:
+        return _again(container, next(regions), target, 0.0, trusted, made)
+
+    return prepare(source, graph, target, Trace(), decide, inner, first=decide.weight, made=made)
+
+
+class _Reader(Generic[E]):
+    """Programs of a file, as they were."""
+
+    def __init__(self, container: Container, whole: Whole, target: Target, made: type[E]) -> None:
+        self._container, self._target, self._made = container, target, made
+        names = list(_arrays_of(whole.program))
+        container.check([*whole.code.values(), *names])
+        objects = {name: container.tensor(at).numpy().tobytes() for name, at in whole.code.items()}
+        if any(hashlib.sha256(content).hexdigest() != name for name, content in objects.items()):
+            raise container.broken("machine code under another's name")
+        self._code: Mapping[str, engine.Code] = image.mapped(objects) if objects else {}
+        if objects:
+            if whole.caller not in self._code:
+                raise container.broken("what calls its machine code is missing")
+            calls.take_caller(self._code[whole.caller])
+
+    def __deepcopy__(self, memo: object) -> _Reader[E]:
+        return self  # a copy of a program shares the file
+
+    def program(self, saved: SavedProgram) -> E:
+        """One program, and those of its regions."""
+        state = self._container.state(saved)
+        graph = self._container.graph(saved.graph, saved, state)
+        nodes, target = _numbered(graph), self._target
+        ready: dict[Node, Value] = {}
+        for number, name in saved.values:
+            node = self._node(nodes, number)
+            value = self._container.tensor(name)
+            if not isinstance(node.type, TensorType) or self._container.arrays[name].kind.type != node.type:
+                raise self._container.broken(f"{name!r} is not {node.type}")
+            ready[node] = value.to(target.device)
+        for node, kept in zip(graph.inputs[len(graph.inputs) - len(graph.state) :], graph.state, strict=True):
+            ready[node] = kept.to(target.device)
+        known = {*ready, *graph.inputs}
+        steps: list[Step] = []
+        for step in saved.steps:
+            of = partial(self._nodes, nodes)
+            part = Part(step.kind, of(step.nodes), of(step.inputs), of(step.outputs))
+            for n in part.inputs:
+                if n not in known and not n.constant:
+                    raise self._container.broken("a step reads what no step has made")
+                if n not in known:
+                    ready[n] = None  # in a kernel's packed weights
+            made = self._step(step, graph, part, ready)
+            known.update((*part.inputs, *part.outputs))
+            steps.append(made)
+        if not known.issuperset(graph.outputs):
+            raise self._container.broken("no step makes a result")
+        made = self._made(graph, graph, target, tuple(steps), Trace(), ready)
+        made.read_source(partial(self._container.graph, saved.source, saved, state))
+        return made
+
+    def _node(self, nodes: Sequence[Node], number: int) -> Node:
+        if not 0 <= number < len(nodes):
+            raise self._container.broken(f"there is no node {number}")
+        return nodes[number]
+
+    def _nodes(self, nodes: Sequence[Node], numbers: Sequence[int]) -> tuple[Node, ...]:
+        return tuple(self._node(nodes, n) for n in numbers)
+
+    def _step(self, saved: SavedStep, graph: Graph, part: Part, ready: Mapping[Node, Value]) -> Step:
+        if saved.chosen is None:
+            regions = iter(saved.within)
+            inner: Inner | None = (lambda _: self.program(next(regions))) if saved.within else None
+            return library_step(graph, part, self._target, inner)
+        posed = Posed.of(part, ready)
+        return kernel_step(graph, posed, ready, self._decision(saved.chosen, posed.problem))
+
+    def _decision(self, chosen: Chosen, problem: AnyProblem) -> Decision:
+        schedule = Schedule(chosen.knobs)
+        kernel = Kernel(
+            chosen.candidate,
+            schedule,
+            partial(self._runner, chosen.recipe, problem, schedule),
+            workspace_bytes=chosen.workspace_bytes,
+            packed_bytes=chosen.packed_bytes,
+            releasable=frozenset(chosen.releasable),
+            roundoff=chosen.roundoff,
+            parts=chosen.parts,
+        )
+        losers = tuple(Rejected(r.candidate, r.kind, r.why, Schedule(r.knobs), r.time_us) for r in chosen.rejected)
+        how = chosen.time_us, losers, chosen.measured, chosen.verified
+        return Decision(problem, kernel, *how, recalled=True, provisional=chosen.provisional)
+
+    def _runner(self, recipe: Recipe, problem: AnyProblem, schedule: Schedule, weights: Mapping[int, torch.Tensor]) -> Runner:
+        """A runner from its recipe.
+
+        Raises:
+            InputError: it does not fit the problem.
+            UnsupportedError: a candidate that is to build it cannot.
+        """
+        if isinstance(recipe, Built):
+            return _kernel(recipe, problem, self._target).prepare(weights)
+        if isinstance(recipe, Split):
+            if not isinstance(problem, Problem):
+                raise self._container.broken("what is split is no gemm")
+            pieces = split.pieces_of(problem, schedule)
+            named = split.chosen_of(schedule)
+            if not len(pieces) == len(named) == len(recipe.pieces):
+                raise self._container.broken("a gemm is split into other pieces")
+            kernels = [
+                Kernel(name, point, partial(self._runner, r, p.problem, point))
+                for p, (name, point), r in zip(pieces, named, recipe.pieces, strict=True)
+            ]
+            return split.in_order(pieces, kernels, weights, len(problem.outputs))
+        called = recipe if isinstance(recipe, Called) else recipe.call
+        call = calls.restored(called, self._code, self._container.tensor, len(problem.types))
+        if tuple(call.results) != problem.outputs:
+            raise self._container.broken("a kernel gives other results than its step has")
+        if isinstance(recipe, Prepared):
+            left, right = (self._expression(text) if text else None for text in (recipe.left, recipe.right))
+            return behind(call, left, right, recipe.k_last)
+        if isinstance(recipe, Called):
+            return calls.bound(call)
+        if not isinstance(problem, FusionProblem):
+            raise self._container.broken("what picks by indices is no fusion")
+        return checked(call, problem)
+
+    def _expression(self, text: str) -> Node:
+        (root,) = parse(text, self._container.literals).outputs
+        return root
+
+
+def _arrays_of(saved: SavedProgram) -> Sequence[str]:
+    """The arrays that are needed before the first call."""
+    names = [*saved.state, *(name for _, name in saved.values)]
+    for step in saved.steps:
+        names += [name for p in step.within for name in _arrays_of(p)]
+        names += [] if step.chosen is None else _packed(step.chosen.recipe)
+    return names
+
+
+def _packed(recipe: Recipe) -> list[str]:
+    if isinstance(recipe, Split):
+        return [name for piece in recipe.pieces for name in _packed(piece)]
+    called = recipe if isinstance(recipe, Called) else None if isinstance(recipe, Built) else recipe.call
+    return [called.packed] if called is not None and called.packed else []
+
+
+def _kernel(recipe: Built, problem: AnyProblem, target: Target) -> Kernel:
+    """A kernel that its candidate builds: one that competes here, of its own points."""
+    found = next((c for c in discover() if c.name == recipe.candidate and concerns(c, problem, target)), None)
+    if found is None:
+        raise UnsupportedError(f"there is no candidate {recipe.candidate} for {problem}")
+    return plan_for(found, problem, target).build(Schedule(recipe.knobs))
