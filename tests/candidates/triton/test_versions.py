@@ -1,5 +1,8 @@
 """What differs between versions of Triton: its hook, names in Gluon, PTX, launches, and the sentence of a refusal."""
 
+import os
+import subprocess
+import sys
 from functools import partial
 from types import SimpleNamespace
 
@@ -80,3 +83,47 @@ def test_a_launch_passes_what_tritons_launcher_takes(listed, descriptors, monkey
     old = (*before, None, None, (4, 1, 0), None, None, None, "a", "b", 0.5)
     new = (*before, (4, 1, 0), None, None, None, None, None, "kinds", b"signature", ("a", "b", 0.5))
     assert calls == [new if listed else old]
+
+
+# Under any Triton, as 3.8 has it: a view of shared memory is as large as what it is a view of.
+WHOLE = """
+from tilewright.candidates.triton.runtime import versions
+versions.within = versions.whole_views = lambda: True
+from math import prod
+from ptx import H200, emulate
+from tilewright.candidates.triton.hopper.gemm.candidate import CANDIDATE
+from tilewright.candidates.triton.hopper.gemm.plan import plan_of
+from tilewright.candidates.triton.hopper.gemm.space import tile_configs
+from tilewright.candidates.triton.runtime import _gluon
+from tilewright.ir.notation import parse
+from tilewright.schedule.candidate import Schedule
+from tilewright.schedule.expected import check, expect
+from tilewright.schedule.problem import problem_of
+from tilewright.schedule.sample import random_sources
+
+sizes, view = [], _gluon._view
+
+def whole(buffer, dtype, shape, layout, _semantic):
+    seen = prod(getattr(n, "value", n) for n in shape) * getattr(dtype, "value", dtype).primitive_bitwidth
+    sizes.append((prod(buffer.shape) * buffer.dtype.primitive_bitwidth, seen))
+    return view(buffer, dtype, shape, layout, _semantic=_semantic)
+
+_gluon._view = whole
+problem = problem_of(parse("bf16[70,96] @ bf16[96,200] + bias, relu -> bf16").outputs[0])
+points = tile_configs(plan_of(problem, H200))
+narrow = next(p for p in points if p.tile_n == 96 and p.num_stages * p.tile_n % 128)  # the ring's end holds rows of no stage
+plain = next(p for p in points if p.tile_n == 64)
+for point in (narrow, plain):
+    sources = random_sources(problem)
+    results = emulate(CANDIDATE, problem, Schedule.of_point(point), sources)
+    assert check(problem, expect(problem, sources), results) is None
+assert len(sizes) > 2 and all(here == seen for here, seen in sizes), sizes
+print("agrees")
+"""
+
+
+def test_where_views_are_whole_a_kernel_asks_for_no_others(tmp_path):
+    code = f"import sys; sys.path[:] = {sys.path!r}\n{WHOLE}"
+    given = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=given, timeout=300)
+    assert done.stdout.strip() == "agrees", done.stderr

@@ -6,6 +6,7 @@ Whoever imports this has Triton. A name that Gluon changed after 3.6 is bound he
 import hashlib
 from dataclasses import fields
 from inspect import getmembers
+from math import prod
 from typing import Any
 
 from triton import knobs
@@ -15,6 +16,8 @@ from triton.experimental.gluon.language import _core  # pyright: ignore[reportPr
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import tma
 from triton.language import core
+
+from tilewright.candidates.triton.runtime.versions import whole_views
 
 
 def _either(holder: Any, new: str, old: str) -> Any:
@@ -27,12 +30,20 @@ async_load = _either(async_copy, "async_load", "async_copy_global_to_shared")
 tma_load = _either(tma, "async_load", "async_copy_global_to_shared")
 tma_store = _either(tma, "async_store", "async_copy_shared_to_global")
 base_value = core.base_value
+WHOLE_VIEWS = whole_views()
+_plain = _core._unwrap_if_constexpr  # pyright: ignore[reportPrivateUsage]
 _view = _either(gl.shared_memory_descriptor, "reinterpret", "_reinterpret")
 
 
 @_core.builtin
 def reinterpret(buffer: Any, dtype: Any, shape: Any, layout: Any, _semantic: Any = None) -> Any:
-    """Shared memory seen as another type, shape and layout."""
+    """Shared memory seen as another type, shape and layout; what is left behind the view is a multiple of its size."""
+    if WHOLE_VIEWS:
+        kind, extents = _plain(dtype), [int(_plain(extent)) for extent in shape]
+        here = prod(map(_plain, buffer.shape)) * buffer.dtype.primitive_bitwidth
+        views, rest = divmod(here, prod(extents) * kind.primitive_bitwidth)
+        if views > 1 and not rest:
+            return _view(buffer, kind, [views, *extents], layout, _semantic=_semantic).index(0, _semantic=_semantic)
     return _view(buffer, dtype, shape, layout, _semantic=_semantic)
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from tilewright.errors import TilewrightError
 
-MADE_FOR = "3.6, 3.7 and 3.9"
+MADE_FOR = "3.6 to 3.9"
 
 
 class CompilerError(TilewrightError):
@@ -39,13 +39,18 @@ def named(what: type[Exception] | tuple[type[Exception], ...] = Exception) -> Ge
 
 @cache
 def within() -> bool:
-    """Tell whether a view of shared memory may not be larger than what it is a view of: since 3.8.
-
-    In 3.8 it may not be smaller, either, which most kernels for Hopper need.
-    """
+    """Tell whether a view of shared memory may not be larger than what it is a view of: since 3.8."""
     from triton.experimental.gluon.language.nvidia.hopper import tma
 
     return hasattr(tma, "async_load")
+
+
+@cache
+def whole_views() -> bool:
+    """Tell whether a view of shared memory may not be smaller, either, than what it is a view of: in 3.8 alone."""
+    from triton.experimental.gluon import language as gl
+
+    return within() and not hasattr(gl.shared_memory_descriptor, "reinterpret")
 
 
 def tensor_map(utils: Any) -> Callable[..., object]:

@@ -10,7 +10,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import tma
 
-from tilewright.candidates.triton.runtime._gluon import aggregate_of, reinterpret
+from tilewright.candidates.triton.runtime._gluon import WHOLE_VIEWS, aggregate_of, reinterpret
 from tilewright.candidates.triton.runtime.versions import within
 
 STRICT_VIEWS = gl.constexpr(within())  # a view of shared memory may not be larger than what it is a view of
@@ -67,12 +67,21 @@ class TmaOperand:
             return tile.permute((1, 0))
 
 
+@gluon.constexpr_function
+def spare_rows(rows, config):
+    """Rows of the ring's end that no stage has, where the right operand's is seen as stages of Triton's columns as a whole."""
+    if not WHOLE_VIEWS or rows != config.tile_n or rows == config.padded_n:
+        return 0
+    return -config.num_stages * rows % config.padded_n
+
+
 @gluon.jit
 def tma_operand(desc, rows: gl.constexpr, boxes: gl.constexpr, side: gl.constexpr, config: gl.constexpr):
     """The operand behind a descriptor, which lies as `side` says (along K, batched, shared), and its stages."""
     shape: gl.constexpr = (rows, config.tile_k) if side[0] else (config.tile_k, rows)
     layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for(shape, desc.dtype)
-    buffers = gl.allocate_shared_memory(desc.dtype, (config.num_stages * boxes, shape[0], shape[1]), layout)
+    spare: gl.constexpr = spare_rows(boxes * rows, config) // rows
+    buffers = gl.allocate_shared_memory(desc.dtype, (config.num_stages * boxes + spare, shape[0], shape[1]), layout)
     return TmaOperand(desc, buffers, rows, boxes, config.tile_k, side[0], side[1], side[2], False, False)
 
 
@@ -101,7 +110,7 @@ def right_fragment(right, stage, config: gl.constexpr):
     if right.boxes == 1:
         return right.buffers.index(stage)
     elif STRICT_VIEWS:  # a part of the whole ring, as if it held as many stages of Triton's columns as fit
-        count: gl.constexpr = config.num_stages * config.tile_n // config.padded_n
+        count: gl.constexpr = (config.num_stages * config.tile_n + spare_rows(config.tile_n, config)) // config.padded_n
         ring = reinterpret(right.buffers, right.buffers.dtype, (count, shape[0], shape[1]), right.buffers.layout)
         return ring.index(stage if config.tile_n == config.padded_n else stage_of(stage))
     else:

@@ -14,6 +14,7 @@ from itertools import product
 
 from tilewright.candidates.triton.hopper.gemm.plan import Plan
 from tilewright.candidates.triton.hopper.gemm.spec import KernelSpec, Store, TileConfig, leaves, spec_of
+from tilewright.candidates.triton.runtime.versions import whole_views
 from tilewright.dtype import BF16, F16
 from tilewright.ir.expression import quantised_at_once
 from tilewright.ir.graph import Node, toposort
@@ -117,9 +118,12 @@ def exchange_bytes(tile: TileConfig) -> int:
 
 
 def ring_stages(spec: KernelSpec) -> int:
-    """Stages of the ring, as many as there is room for."""
-    room = spec.plan.target.chip.shared_bytes - spec.config.store_bytes - BARRIERS_BYTES
-    return min(room // spec.config.stage_bytes, MOST_STAGES)
+    """Stages of the ring, as many as there is room for; its end may hold rows of none (`_operand.spare_rows`)."""
+    config = spec.config
+    room = spec.plan.target.chip.shared_bytes - config.store_bytes - BARRIERS_BYTES
+    if config.tile_n != config.padded_n and whole_views():
+        room -= config.padded_n * 128
+    return min(room // config.stage_bytes, MOST_STAGES)
 
 
 def _bases(plan: Plan) -> Iterable[TileConfig]:
