@@ -112,6 +112,7 @@ def compile(
     cache: bool | TuningDatabase = True,
     allow_calls: bool = False,
     untrusted: bool = False,
+    background: bool = False,
     follow_links: bool = False,
     progress: Progress | None = None,
     visit: Callable[[str, Graph], None] | None = None,
@@ -140,6 +141,9 @@ def compile(
         allow_calls: let a `.tw` file call any operator of torch, as only one that is trusted may (`LoadOptions`).
         untrusted: the program is a stranger's: few operations and bytes, and nothing that an interpreter runs (`LoadOptions`).
         follow_links: read an ONNX model's data through links that leave its folder, too (`LoadOptions`).
+        background: return at once, with what was measured before or what a budget of 0 takes, and search on in a thread for
+            `budget_s` seconds: better kernels replace the first ones between calls, and are kept. Each call runs wholly with
+            one set of kernels. `Program.wait` waits for the end of it, and raises what went wrong.
         progress: called before each choice of a kernel with how many are done, how many there are, and the problem; on a GPU
             also before kernels are compiled for all of them.
         visit: called with "source" and the graph as read (and quantised), then with each stage's name and the graph after it.
@@ -206,10 +210,13 @@ def compile(
 
                 return prepare(source, graph, target, trace, decide, inner, first=decide.weight, made=Program)
 
-            executable = prepared(source, graph, trace, ends, progress)
+            executable = prepared(source, graph, trace, time.monotonic() if background else ends, progress)
         executable.layers = tuple(layers)
         if isinstance(program, torch.nn.Module):
             executable.uncompiled = _uncompiled(program, example_inputs, executable)
+        if background and budget_s > 0:
+            known = TuningDatabase(target, user_cache(), excess_precision=excess_precision) if cache is True else database
+            executable.search_on(lambda: chooser(graph, target, float(budget_s), None, known))
         return executable
 
 

@@ -18,6 +18,7 @@ from tilewright.ir.graph import label_of
 from tilewright.ir.state import caller_inputs
 from tilewright.report.schema import Explain, Perf, to_json
 from tilewright.runtime.artefact import load
+from tilewright.runtime.background import Background, Chooser
 from tilewright.runtime.executable import Executable
 
 if TYPE_CHECKING:
@@ -59,7 +60,34 @@ class Program(Executable):
 
     `program.explain()` says what became of each product and why, `program.perf()` how long each step takes; both are shown by
     `print`, and a notebook shows the program itself. `program.steps` are the steps.
+
+    Attributes:
+        search: the search that goes on behind it, after `compile(..., background=True)`; printed, how far it is.
     """
+
+    search: Background | None = None
+
+    def search_on(self, chooser: Callable[[], Chooser]) -> None:
+        """Go on searching in a thread: better kernels take the place of the present ones between calls."""
+        self.search = Background(self, self._ready, chooser)
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Wait until the search in the background is over, for so long at most; tell whether it is, or there was none.
+
+        Raises:
+            Exception: whatever ended the search. The program runs on with the kernels that it has.
+        """
+        return self.search is None or self.search.wait(timeout_s)
+
+    def drop_weights(self) -> int:
+        if self.search is not None:
+            self.search.stop()  # it packs weights
+        return super().drop_weights()
+
+    def __deepcopy__(self, memo: dict[int, object]) -> Executable:
+        if self.search is not None:
+            memo[id(self.search)] = None  # a copy stays as it is
+        return super().__deepcopy__(memo)
 
     def explain(self) -> Report[Explain]:
         """Account for every product: what is folded into it, what is not and why, which kernel does it, why others do not.

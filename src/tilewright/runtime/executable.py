@@ -6,7 +6,7 @@ import copy
 import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar, cast
 
@@ -168,6 +168,14 @@ class Executable:
         """Choose how calls reach the device, from the first call on."""
         device, given = self.target.device, (self._program, self._start, self._inputs, self._outputs)
         self._on_device = None if self.target.kind == "cpu" else OnDevice(device, *given, allowed=self.own_graphs)
+        self._kernels = self.steps, self._program, self._on_device  # as one, so that a call takes all of one kind
+
+    def swap(self, steps: tuple[Step, ...]) -> None:
+        """Run by these steps from the next call on; calls under way end as they began. They are the steps that there are, with
+        other kernels."""
+        self.steps = steps
+        self._program = [replace(b, run=s.run) for b, s in zip(self._program, steps, strict=True)]
+        self._launch()
 
     def __deepcopy__(self, memo: dict[int, object]) -> Executable:
         """A copy with constants of its own.
@@ -334,18 +342,19 @@ class Executable:
         """Run the program with its device the current one."""
         if self._written:
             inputs = [t.clone() if meets(span(t), self._written) else t for t in inputs]
-        if self._on_device is not None and observe is None:
-            results = self._on_device(inputs)
+        steps, program, on_device = self._kernels
+        if on_device is not None and observe is None:
+            results = on_device(inputs)
             if results is not None:
                 return self._kept_from(results)
         values = self._start.copy()
         for slot, tensor in zip(self._inputs, inputs, strict=True):
             values[slot] = tensor
         if observe is None:
-            for bound in self._program:
+            for bound in program:
                 bound(values)
         else:
-            for step, bound in zip(self.steps, self._program, strict=True):
+            for step, bound in zip(steps, program, strict=True):
                 observe(step, [values[s] for s in bound.inputs])
                 bound(values)
         return self._kept_from([values[s] for s in self._outputs])

@@ -1,0 +1,134 @@
+"""A search that goes on behind a program that runs already: better kernels take the place of its first ones between calls."""
+
+from __future__ import annotations
+
+import atexit
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Protocol, cast
+from weakref import WeakSet
+
+import torch
+
+from tilewright import deadline
+from tilewright.errors import LOGGER, counted
+from tilewright.runtime.executable import Executable, Posed, kernel_step
+from tilewright.schedule.measure import synchronize
+from tilewright.schedule.problem import AnyProblem
+from tilewright.schedule.search import Decision
+
+if TYPE_CHECKING:
+    from tilewright.ir.graph import Node, Value
+
+ALLOWED_S = 60.0  # for candidates that take long to refuse, together
+ENDS_S = 3.0  # at the process's end, for the problem under way
+
+
+class Chooser(Protocol):
+    """What chooses kernels (`SharedBudget`)."""
+
+    def __call__(self, problem: AnyProblem, weights: Mapping[int, torch.Tensor]) -> Decision: ...
+
+    def weight(self, problem: AnyProblem) -> float: ...
+
+
+class Background:
+    """A thread that chooses kernels for a program's problems, the heaviest first, and puts them in place.
+
+    The kernels are tried in the worker process, as by any search. A call of the program runs wholly with the kernels that it
+    began with. The thread ends with the process, once the problem under way is decided.
+    """
+
+    def __init__(self, program: Executable, ready: Mapping[Node, Value], chooser: Callable[[], Chooser]) -> None:
+        """A search for `program`, whose constants are `ready`; `chooser` is called in the thread, when its time begins."""
+        self._program, self._ready, self._chooser = program, ready, chooser
+        self._over, self._error = threading.Event(), cast("BaseException | None", None)
+        self._done = self._total = self._replaced = 0
+        self._thread = threading.Thread(target=self._work, name="tilewright search", daemon=True)
+        _all.add(self)
+        self._thread.start()
+
+    def __str__(self) -> str:
+        """One line: how many problems are done, and how many have another kernel."""
+        if self._error is not None:
+            return f"failed: {type(self._error).__name__}: {self._error}"
+        how = "searching" if self._thread.is_alive() else "stopped" if self._done < self._total else "over"
+        problems = f"{self._done} of {counted(self._total, 'problem')} done"
+        return f"{how}: {problems}, {self._replaced} with another kernel than at first"
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Wait until the search is over, for so long at most; tell whether it is.
+
+        Raises:
+            BaseException: whatever ended the search.
+        """
+        self._thread.join(timeout_s)
+        if self._thread.is_alive():
+            return False
+        if self._error is not None:
+            raise self._error
+        return True
+
+    def stop(self, within_s: float | None = None) -> None:
+        """End the search after the problem under way, and wait for that, for so long at most."""
+        self._over.set()
+        self._thread.join(within_s)
+
+    def _work(self) -> None:
+        try:
+            self._search()
+        except BaseException as error:  # told by `wait`
+            self._error = error
+            LOGGER.warning("the search in the background failed: %s: %s", type(error).__name__, error)
+        finally:
+            self._ready = {}
+
+    def _search(self) -> None:
+        posed: dict[AnyProblem, list[tuple[int, Posed]]] = {}
+        for i, step in enumerate(self._program.steps):
+            if step.decision is not None:
+                one = Posed.of(step.part, self._ready)
+                posed.setdefault(one.problem, []).append((i, one))
+        self._total = len(posed)
+        with deadline.allowing(ALLOWED_S):
+            decide = self._chooser()
+            for problem in sorted(posed, key=decide.weight, reverse=True):
+                if self._over.is_set():
+                    return
+                self._place(posed[problem], decide(problem, posed[problem][0][1].weights))
+                self._done += 1
+
+    def _place(self, posed: list[tuple[int, Posed]], decision: Decision) -> None:
+        """Give the steps that pose one problem the kernel that was chosen for it, if it was measured."""
+        if not decision.measured:
+            return
+        steps, program = list(self._program.steps), self._program
+        replaced = False
+        for i, one in posed:
+            before = steps[i].decision
+            assert before is not None
+            if _same(before, decision):
+                steps[i] = replace(steps[i], decision=decision)
+            else:
+                steps[i], replaced = kernel_step(program.graph, one, self._ready, decision), True
+        if replaced:
+            synchronize(program.target.device)  # what packing put on this thread's stream is there for any other
+            program.swap(tuple(steps))
+        else:
+            program.steps = tuple(steps)
+        self._replaced += replaced
+
+
+def _same(a: Decision, b: Decision) -> bool:
+    return (a.kernel.candidate, a.kernel.schedule) == (b.kernel.candidate, b.kernel.schedule)
+
+
+_all = WeakSet[Background]()
+
+
+@atexit.register
+def _end() -> None:
+    """End the searches with the process: none may hold a worker when its parent goes."""
+    for each in list(_all):
+        each.stop(ENDS_S)

@@ -1,0 +1,188 @@
+"""A search behind a program: kernels planted as better take the place of the first ones, wholly, between calls."""
+
+import copy
+import logging
+import os
+import subprocess
+import sys
+import threading
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tilewright import compiler
+from tilewright.dtype import F32
+from tilewright.hardware.detect import detect
+from tilewright.ir.build import const, input_
+from tilewright.ir.graph import Graph
+from tilewright.ir.ops import gemm
+from tilewright.schedule import budget
+from tilewright.schedule.cache import Cache
+from tilewright.schedule.candidate import Kernel, Schedule
+from tilewright.schedule.search import Decision
+from tilewright.schedule.tuning_database import TuningDatabase
+
+CPU = detect("cpu")
+PATIENCE_S = 60.0
+
+
+def graph(*columns):
+    """One product after the other: f32[4,8] @ f32[8,n0] @ f32[n0,n1] ..."""
+    x = y = input_("x", F32, (4, 8))
+    for n in columns:
+        y = gemm(y, const(torch.ones(y.shape[-1], n)))
+    return Graph("g", (x,), (y,), ("y",))
+
+
+def planted(problem, value, before=lambda: None):
+    """A decision for a kernel that gives one value everywhere."""
+
+    def run(sources):
+        before()
+        return [torch.full(t.shape, value) for t in problem.outputs]
+
+    kernel = Kernel(f"planted {value}", Schedule(), lambda weights: run, packed_bytes=1)
+    return Decision(problem, kernel, 1.0, (), True, True)
+
+
+class Planted:
+    """A chooser of planted kernels: what their products give is their number of columns."""
+
+    def __init__(self, seen, hold=None):
+        self.seen, self.hold = seen, hold
+
+    def weight(self, problem):
+        return problem.N
+
+    def __call__(self, problem, weights):
+        self.seen.append(problem.N)
+        if self.hold is not None:
+            assert self.hold.wait(PATIENCE_S)
+        return planted(problem, float(problem.N))
+
+
+@pytest.fixture
+def program():
+    return compiler.compile(graph(5, 9, 7), budget_s=0, cache=False)
+
+
+def test_better_kernels_take_the_place_of_the_first_ones_the_heaviest_first(program):
+    x, seen = torch.ones(4, 8), []
+    first = program(x)
+    assert first.unique().tolist() == [8 * 5 * 9.0] and program.wait() and program.search is None
+    program.search_on(lambda: Planted(seen))
+    assert program.wait(PATIENCE_S) and seen == [9, 7, 5]
+    assert program(x).unique().tolist() == [7.0] and program.packed_bytes == 3
+    assert [s.decision.kernel.candidate for s in program.steps] == ["planted 5.0", "planted 9.0", "planted 7.0"]
+    assert str(program.search) == "over: 3 of 3 problems done, 3 with another kernel than at first"
+
+
+def test_a_call_runs_wholly_with_the_kernels_that_it_began_with(program):
+    """The first of three kernels is held while all are replaced: the call goes on with the second and third as they were."""
+    x, reached, go, order = torch.ones(4, 8), threading.Event(), threading.Event(), []
+
+    def steps(name, hold=False):
+        def before(i):
+            order.append((name, i))
+            if hold and i == 0:
+                reached.set()
+                assert go.wait(PATIENCE_S)
+
+        made = []
+        for i, step in enumerate(program.steps):
+            decision = planted(step.decision.problem, float(i), lambda i=i: before(i))
+            made.append(replace(step, run=decision.kernel.prepare({}), decision=decision))
+        return tuple(made)
+
+    program.swap(steps("old", hold=True))
+    caller = threading.Thread(target=program, args=(x,))
+    caller.start()
+    assert reached.wait(PATIENCE_S)
+    program.swap(steps("new"))
+    program(x)
+    go.set()
+    caller.join(PATIENCE_S)
+    assert order == [("old", 0), ("new", 0), ("new", 1), ("new", 2), ("old", 1), ("old", 2)]
+
+
+def test_what_was_not_measured_replaces_nothing_and_the_same_kernel_runs_on(program):
+    before = [s.run for s in program.steps]
+
+    class Same(Planted):
+        def __call__(self, problem, weights):
+            own = next(s.decision for s in program.steps if s.decision.problem == problem)
+            return (
+                replace(own, time_us=3.0, measured=True) if problem.N == 9 else replace(planted(problem, 0.0), measured=False)
+            )
+
+    program.search_on(lambda: Same([]))
+    assert program.wait(PATIENCE_S) and [s.run for s in program.steps] == before
+    assert [s.decision.time_us for s in program.steps] == [None, 3.0, None]
+    assert str(program.search).endswith("3 of 3 problems done, 0 with another kernel than at first")
+
+
+def test_wait_raises_what_ended_the_search_and_the_program_runs_on(program, caplog):
+    class Failing(Planted):
+        def __call__(self, problem, weights):
+            if problem.N == 7:
+                raise RuntimeError("no more of it")
+            return super().__call__(problem, weights)
+
+    with caplog.at_level(logging.WARNING, "tilewright"):
+        program.search_on(lambda: Failing([]))
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match="no more of it"):
+                program.wait(PATIENCE_S)
+    assert caplog.messages == ["the search in the background failed: RuntimeError: no more of it"]
+    assert str(program.search) == "failed: RuntimeError: no more of it"
+    assert program(torch.ones(4, 8)).unique().tolist() == [9 * 9.0]  # nines, times a matrix of ones
+    assert [s.decision.kernel.candidate for s in program.steps][1] == "planted 9.0"
+
+
+def test_weights_are_dropped_once_the_search_has_stopped(program):
+    hold, seen = threading.Event(), []
+    program.search_on(lambda: Planted(seen, hold))
+    assert not program.wait(0) and str(program.search).startswith("searching: 0 of ")
+    threading.Timer(0.05, hold.set).start()
+    program.drop_weights()
+    assert str(program.search) == "stopped: 1 of 3 problems done, 1 with another kernel than at first" and seen == [9]
+    other = copy.deepcopy(program)
+    assert other.search is None and other.wait()
+    assert torch.equal(other(torch.ones(4, 8)), program(torch.ones(4, 8)))
+
+
+def test_compile_returns_what_a_budget_of_0_takes_and_keeps_what_is_found(monkeypatch, tmp_path):
+    asked, real, hold = [], budget.search, threading.Event()
+
+    def search(problem, target, **how):
+        asked.append(how["budget_s"])
+        if how["budget_s"] > 0:
+            assert hold.wait(PATIENCE_S)
+            return replace(real(problem, target, **{**how, "budget_s": 0}), time_us=2.0, measured=True)
+        return real(problem, target, **how)
+
+    monkeypatch.setattr(budget, "search", search)
+    kept = Cache(tmp_path)
+    program = compiler.compile(graph(5), budget_s=30.0, cache=TuningDatabase(CPU, kept), background=True)
+    assert asked[0] == 0 and not any(s.decision.measured for s in program.steps)
+    hold.set()
+    assert program.wait(PATIENCE_S) and len(asked) == 2 and asked[1] > 0
+    assert [s.decision.time_us for s in program.steps] == [2.0] and [r.time_us for r in kept.records() if r.time_us] == [2.0]
+    assert compiler.compile(graph(5), budget_s=0, cache=False, background=True).search is None
+
+
+SCRIPT = """
+import torch, tilewright
+from tilewright.ir.notation import parse
+program = tilewright.compile(parse("f32[64,64] @ f32[64,64]"), budget_s=600, background=True)
+print("up", flush=True)
+"""
+
+
+def test_the_search_ends_with_the_process(tmp_path):
+    """A real process, that ends while its search is under way: it leaves nobody behind."""
+    env = {**os.environ, "TILEWRIGHT_CACHE": str(tmp_path / "cache")}
+    done = subprocess.run([sys.executable, "-c", SCRIPT], env=env, capture_output=True, text=True, timeout=120, check=False)
+    assert (done.returncode, done.stdout) == (0, "up\n"), done.stderr
+    assert "Traceback" not in done.stderr
