@@ -1,10 +1,14 @@
 import collections
+import math
 import os
 import signal
 
 import hypothesis
 import pytest
 import torch
+from races import StillMeter
+
+from tilewright.hardware.load import Load
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")  # JAX is a reference here; it must not look for an accelerator
 os.environ.setdefault("TILEWRIGHT_WORKER", "0")  # what tests replace must be seen; test_worker.py has the worker
@@ -43,3 +47,12 @@ def no_memory_of_other_tests(monkeypatch):
 def never_quiet(monkeypatch):
     """What is chosen beside other tests is not chosen again because they rest; who tests that says when it is quiet."""
     monkeypatch.setattr("tilewright.schedule.tuning_database.TuningDatabase._quiet", lambda self: False)
+
+
+@pytest.fixture(autouse=True)
+def quiet_machine(monkeypatch):
+    """What is measured beside other tests counts as reliable; who tests noise plants it."""
+    for module in ("hardware.ceilings", "schedule.measure", "schedule.bench", "report.measure.perf"):
+        monkeypatch.setattr(f"tilewright.{module}.Meter", StillMeter(Load()))
+    monkeypatch.setattr("tilewright.hardware.ceilings.load_now", lambda device, threads: Load())
+    monkeypatch.setattr("tilewright.schedule.race.SPREAD", math.inf)

@@ -13,9 +13,11 @@ import pytest
 import torch
 from cli_programs import FAST, block, install_ceilings, install_fake_library, install_wrong_kernel, invoke, write
 from paths import ROOT
+from races import StillMeter
 
 from tilewright import __version__
 from tilewright.dtype import BF16, F32, S8
+from tilewright.hardware.load import Load
 from tilewright.ir.build import input_, map_
 from tilewright.ir.evaluate import evaluate
 from tilewright.ir.graph import Graph, Node
@@ -40,6 +42,7 @@ STEP_KEYS = [
     "chosen",
 ]
 PERF_KEYS = [
+    "noise",
     "program",
     "target",
     "total_us",
@@ -354,6 +357,22 @@ def test_gemm_perf_is_the_performance_report() -> None:
     assert list(found) == PERF_KEYS and found["program"] == line
     assert [s["problem"] for s in found["steps"]] == [line]
     assert "Rate" in invoke("gemm", line, "--perf", "-n", 1, *FAST).stdout
+
+
+@pytest.mark.parametrize("verb", [("perf", "-n", 1), ("explain",), ("gemm",), ("gemm", "--perf", "-n", 1)])
+def test_times_that_are_not_reliable_are_said_to_be_first(
+    program: str, monkeypatch: pytest.MonkeyPatch, verb: tuple[object, ...]
+) -> None:
+    busy = StillMeter(Load(of_cores=4, runnable=14.0))
+    for module in ("schedule.measure", "schedule.bench", "report.measure.perf"):
+        monkeypatch.setattr(f"tilewright.{module}.Meter", busy)
+    name, *options = verb
+    what = "f32[16,64] @ f32[64,32]" if name == "gemm" else program
+    result = invoke(name, what, *options, "--budget", "0.1")
+    assert result.exit_code == 0 and " ".join(result.stdout.split()).startswith("Times are not reliable: ")
+    assert "14 runnable tasks on 4 cores" in result.stdout and "wrong by a factor" not in result.stdout
+    found = json.loads(invoke(name, what, *options, "--budget", "0.1", "--json").stdout)
+    assert next(iter(found)) == "noise" and "14 runnable tasks on 4 cores" in found["noise"]
 
 
 def test_gemm_with_a_wrong_kernel_exits_with_1(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -65,7 +65,8 @@ def install_ceilings(monkeypatch: pytest.MonkeyPatch) -> None:
         return replace(target, peak_gops=peaks, read_gbps=10.0, copy_gbps=8.0)
 
     monkeypatch.setattr("tilewright.hardware.ceilings.with_ceilings", with_ceilings)
-    monkeypatch.setattr("tilewright.report.explain.machine.with_ceilings", with_ceilings)
+    for module in ("explain.machine", "measure.work"):
+        monkeypatch.setattr(f"tilewright.report.{module}.with_ceilings", with_ceilings)
     monkeypatch.setattr("tilewright.report.measure.work.with_ceilings", with_ceilings)
 
 

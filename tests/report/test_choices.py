@@ -5,7 +5,15 @@ from __future__ import annotations
 import msgspec
 
 from tilewright.ir.notation import parse
-from tilewright.report.explain.choices import attribution, attribution_words, chosen_of, mispredictions, off_by, refusals_of
+from tilewright.report.explain.choices import (
+    attribution,
+    attribution_words,
+    chosen_of,
+    mispredictions,
+    off_by,
+    provisional_words,
+    refusals_of,
+)
 from tilewright.report.schema import Choice, Refusal, Rejected, Step
 from tilewright.report.text.explain_text import how, refusals
 from tilewright.schedule.candidate import Kernel, Schedule
@@ -32,6 +40,31 @@ def test_predictions_that_are_wrong_by_more_than_twice_are_said() -> None:
         "aten: 250.0 µs (100.0 predicted: wrong by a factor of 2.5), 2.50 times as long",
         "sdpa: no attention",
     ]
+
+
+def test_the_cost_model_is_not_blamed_for_noise() -> None:
+    chosen = Choice("llvm", "default", 24.6, 7919.0, provisional="9 runnable tasks on 2 cores")
+    rejected = [Refusal("aten", "slower", 250.0, "", 1.0, "slower"), Refusal("onednn", "tie", 20.0, "", 1.0, "tie")]
+    assert mispredictions(chosen, rejected) == []
+    assert how(chosen, True) == "24.6 µs on a busy machine (7,919.0 predicted), where none was seen to be faster"
+    assert refusals(rejected, chosen) == [
+        "onednn: 20.0 µs (1.0 predicted), not told apart on a busy machine: the earlier one is kept",
+        "aten: 250.0 µs (1.0 predicted), 10.16 times as long",
+    ]
+
+
+def test_choices_made_in_noise_are_counted_by_problem() -> None:
+    def decision(columns: int, noise: str = "") -> Decision:
+        problem = problem_of(parse(f"f32[8,16] @ f32[16,{columns}]").outputs[0])
+        kernel = Kernel("llvm", Schedule(), prepare=lambda weights: lambda sources: sources)
+        return Decision(problem, kernel, 1.0, (), True, True, provisional=noise)
+
+    noise = "9 runnable tasks on 2 cores"
+    again = f"made on a busy machine ({noise}), and will be made again when it is quiet"
+    assert provisional_words([decision(8), decision(9)]) == ""
+    assert provisional_words([decision(8, noise), decision(8, noise)]) == f"the choice was {again}"
+    assert provisional_words([decision(8, noise), decision(9)]) == f"1 of 2 choices was {again}"
+    assert provisional_words([decision(8, noise), decision(9, noise), decision(10)]) == f"2 of 3 choices were {again}"
 
 
 def test_other_points_of_the_chosen_candidate_are_told_by_what_differs() -> None:

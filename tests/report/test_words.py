@@ -221,6 +221,7 @@ def test_the_schema_is_what_was_promised() -> None:
         return [f.name for f in msgspec.structs.fields(struct)]
 
     assert names(schema.Perf) == [
+        "noise",
         "program",
         "target",
         "total_us",

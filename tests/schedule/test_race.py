@@ -12,6 +12,7 @@ from tilewright.hardware.detect import detect
 from tilewright.hardware.load import Load, Sample
 from tilewright.ir.notation import parse
 from tilewright.schedule import bench, measure
+from tilewright.schedule import race as race_module
 from tilewright.schedule import search as search_module
 from tilewright.schedule.candidate import Kernel
 from tilewright.schedule.cost import Phase, Work, clock_ghz
@@ -133,10 +134,11 @@ def test_a_race_takes_turns_and_says_what_the_load_was(planted):
     assert race.us(1) == pytest.approx(110) and race.laps[1].wall_us == pytest.approx((5000,) * 3)
 
 
-def test_times_that_lie_far_apart_are_noise_though_the_machine_seems_quiet(planted):
+def test_times_that_lie_far_apart_are_noise_though_the_machine_seems_quiet(planted, monkeypatch):
     drawn = iter([100, 100, 300, 100, 300, 100, 300, 100, 300] * 9)
     run = lambda: None  # noqa: E731
     planted(Load(), {run: lambda: (next(drawn),) * 2 + (0,)})
+    monkeypatch.setattr(race_module, "SPREAD", 2.0)
     assert time_interleaved([run], "cpu", budget_s=0.0, min_rounds=8).noise == (
         "calls of one kernel took from 100.0 to 300.0 µs"
     )

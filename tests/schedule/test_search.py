@@ -5,14 +5,13 @@ from dataclasses import replace
 import pytest
 import torch
 from fake_candidate import DEFAULT, Fake
-from races import StillMeter, steady
+from races import steady
 
 from tilewright.compiler import chooser, compile
 from tilewright.deadline import OverrunError
 from tilewright.dtype import F32, S8
 from tilewright.errors import InputError, UnsupportedError
 from tilewright.hardware.detect import chips, detect
-from tilewright.hardware.load import Load
 from tilewright.ir.build import const, input_
 from tilewright.ir.graph import Graph
 from tilewright.ir.notation import parse
@@ -62,7 +61,6 @@ def times(monkeypatch):
             return steady(values)
 
         monkeypatch.setattr(bench, "time_interleaved", timed)
-        monkeypatch.setattr(bench, "Meter", StillMeter(Load()))
         return asked
 
     return give

@@ -23,6 +23,7 @@ import torch
 
 from tilewright.discovery import modules
 from tilewright.files import foreign, open_own
+from tilewright.hardware.load import Meter, Threads, load_now
 from tilewright.hardware.target import Target
 
 ROUNDS = 7
@@ -50,12 +51,14 @@ class Loops:
 
 
 class Record(msgspec.Struct, frozen=True):
-    """The ceilings kept on disk for one machine: rates in 1e9 operations or bytes a second."""
+    """The ceilings kept on disk for one machine: rates in 1e9 operations or bytes a second, and why they are not reliable, ""
+    if they are."""
 
     key: str
     peak_gops: dict[str, Rate]
     read_gbps: Rate
     copy_gbps: Rate
+    noise: str = ""
 
 
 def cache_folder() -> Path:
@@ -82,14 +85,26 @@ def known(target: Target) -> bool:
 def with_ceilings(target: Target, *, remeasure: bool = False) -> Target:
     """The target with its measured rates: read back if this machine and torch measured them before, else measured now.
 
-    A folder that cannot be written costs the memory of it, not the measurement.
+    Those measured while other processes kept the machine busy are provisional: they are measured again when it is quiet, and
+    each is then the most of both. A folder that cannot be written costs the memory of it, not the measurement.
     """
     key = _key(target)
     record = None if remeasure else _load(key, target.kind)
     if record is None:
         record = _measure(target, key)
         _save(record, target.kind)
+    elif record.noise and not load_now(target.device, torch.get_num_threads()).noise:
+        record = _most(record, _measure(target, key))
+        _save(record, target.kind)
     return _with(target, record)
+
+
+def _most(before: Record, now: Record) -> Record:
+    """The most of two measurements, as noise only lowers a rate, as reliable as the second."""
+    names = {**before.peak_gops, **now.peak_gops}
+    peaks = {n: max(before.peak_gops.get(n, 0.0), now.peak_gops.get(n, 0.0)) for n in names}
+    read, copy = max(before.read_gbps, now.read_gbps), max(before.copy_gbps, now.copy_gbps)
+    return Record(now.key, peaks, read, copy, now.noise)
 
 
 def corrected(target: Target, seen_gops: Mapping[str, float]) -> tuple[Target, list[str]]:
@@ -106,11 +121,9 @@ def corrected(target: Target, seen_gops: Mapping[str, float]) -> tuple[Target, l
     if not low:
         return target, []
     again = _measure(target, _key(target))
-    most = {**target.peak_gops, **again.peak_gops}
-    for rates in (target.peak_gops, low):
-        most |= {n: max(rate, most[n]) for n, rate in rates.items()}
-    read, copy = max(again.read_gbps, target.read_gbps), max(again.copy_gbps, target.copy_gbps)
-    record = Record(_key(target), most, read, copy)
+    record = _most(Record(_key(target), dict(target.peak_gops), target.read_gbps, target.copy_gbps), again)
+    most = record.peak_gops
+    most |= {n: max(rate, most[n]) for n, rate in low.items()}
     _save(record, target.kind)
     said = [
         f"the ceiling of {n} was measured too low, {target.peak_gops[n]:,.1f} Gop/s: a kernel reached {rate:,.1f}; measured "
@@ -125,7 +138,9 @@ def _key(target: Target) -> str:
 
 
 def _with(target: Target, record: Record) -> Target:
-    return replace(target, peak_gops=record.peak_gops, read_gbps=record.read_gbps, copy_gbps=record.copy_gbps)
+    return replace(
+        target, peak_gops=record.peak_gops, read_gbps=record.read_gbps, copy_gbps=record.copy_gbps, noise=record.noise
+    )
 
 
 def _load(key: str, kind: str) -> Record | None:
@@ -152,6 +167,7 @@ def _save(record: Record, kind: str) -> None:
 def _measure(target: Target, key: str) -> Record:
     device = target.device
     large = target.kind == "cuda"
+    meter = Meter(device, torch.get_num_threads())
     loops = [found for m in modules("tilewright.candidates", defining="LOOPS") if (found := m.LOOPS(target)) is not None]
     peaks = {name: measure() for each in loops for name, measure in each.peaks.items()}
     size = 8192 if large else 1024
@@ -169,7 +185,8 @@ def _measure(target: Target, key: str) -> Record:
     reads = (lambda: torch.sum(x), lambda: torch.amax(x), lambda: torch.dot(x, x))
     read = max(x.nbytes / _best_seconds(f, device) / 1e9 for f in reads)
     copy = 2 * x.nbytes / _best_seconds(lambda: y.copy_(x), device) / 1e9
-    return Record(key, peaks, max(read, copy, *(each.read(x) for each in loops)), copy)
+    read = max(read, copy, *(each.read(x) for each in loops))
+    return Record(key, peaks, read, copy, meter.load().noise)
 
 
 def _products(device: str, size: int, large: bool) -> dict[str, Callable[[], Callable[[], object]]]:
@@ -201,14 +218,18 @@ def _best_seconds(run: Callable[[], object], device: str) -> float:
     """The fastest of a few timed runs after a warm-up: a ceiling is what the machine can do, not what it does on average."""
     for _ in range(2):
         run()
-    times: list[float] = []
+    times, own = list[float](), Threads()
+    alone = device == "cpu" and torch.get_num_threads() == 1  # then waiting for a core can be told from work
+
+    def finished() -> None:
+        run()
+        if device != "cpu":
+            torch.cuda.synchronize(device)
+
     began = time.perf_counter()
     while len(times) < ROUNDS and time.perf_counter() - began < LONGEST_S:
         if device != "cpu":
             torch.cuda.synchronize(device)
-        start = time.perf_counter()
-        run()
-        if device != "cpu":
-            torch.cuda.synchronize(device)
-        times.append(time.perf_counter() - start)
+        sample = own.timed(finished)
+        times.append(sample.own_s if alone else sample.wall_s)
     return min(times) if min(times) > 0 else statistics.median(times)

@@ -105,6 +105,7 @@ class Target:
         peak_gops: measured rate by operand dtype, in 1e9 operations a second; empty until measured.
         read_gbps, copy_gbps: measured memory bandwidth in 1e9 bytes a second, 0 until measured.
         exact_match: False when the chip is only the nearest family known.
+        noise: why the measured rates are not reliable, "" if they are.
     """
 
     name: str
@@ -118,6 +119,7 @@ class Target:
     read_gbps: float = 0.0
     copy_gbps: float = 0.0
     exact_match: bool = True
+    noise: str = ""
 
     @property
     def device(self) -> str:

@@ -95,9 +95,10 @@ class Peer(msgspec.Struct, frozen=True):
     why: str | None
 
 
-class Perf(msgspec.Struct, frozen=True):
-    """`perf --json` and `gemm --perf --json`."""
+class Perf(msgspec.Struct, frozen=True, kw_only=True):
+    """`perf --json` and `gemm --perf --json`. `noise`: why its times are not reliable, "" if they are."""
 
+    noise: str = ""
     program: str
     target: str
     total_us: float
@@ -220,13 +221,15 @@ class Verify(msgspec.Struct, frozen=True):
 
 
 class Choice(msgspec.Struct, frozen=True):
-    """A candidate with its settings and, if it was timed, its time; `recalled` if that was earlier, and read back."""
+    """A candidate with its settings and, if it was timed, its time; `recalled` if that was earlier, and read back;
+    `provisional` says why the time is not reliable, "" if it is."""
 
     candidate: str
     schedule: str
     time_us: float | None
     predicted_us: float | None = None
     recalled: bool = False
+    provisional: str = ""
 
 
 class Refusal(msgspec.Struct, frozen=True):
@@ -275,9 +278,10 @@ class Product(msgspec.Struct, frozen=True):
     mispredicted: list[str] = msgspec.field(default_factory=list[str])
 
 
-class Explain(msgspec.Struct, frozen=True):
-    """`explain --json`."""
+class Explain(msgspec.Struct, frozen=True, kw_only=True):
+    """`explain --json`. `noise`: why times of its products are not reliable, "" if they are."""
 
+    noise: str = ""
     program: str
     target: str
     products: list[Product]
@@ -288,9 +292,10 @@ class Explain(msgspec.Struct, frozen=True):
     quantized: Quantized | None = None
 
 
-class Gemm(msgspec.Struct, frozen=True):
-    """`gemm --json` without `--perf`."""
+class Gemm(msgspec.Struct, frozen=True, kw_only=True):
+    """`gemm --json` without `--perf`. `noise`: why its times are not reliable, "" if they are."""
 
+    noise: str = ""
     program: str
     target: str
     verified: bool
@@ -315,7 +320,8 @@ class Unit(msgspec.Struct, frozen=True):
 
 
 class Device(msgspec.Struct, frozen=True):
-    """One device of `devices --json`; of a processor's `cores` (a GPU's SMs) torch uses `used_cores`."""
+    """One device of `devices --json`; of a processor's `cores` (a GPU's SMs) torch uses `used_cores`. `noise`: why the rates
+    are not reliable, "" if they are."""
 
     device: str
     name: str
@@ -330,6 +336,7 @@ class Device(msgspec.Struct, frozen=True):
     read_gbps: float
     copy_gbps: float
     notes: list[str]
+    noise: str = ""
 
 
 class Devices(msgspec.Struct, frozen=True):
@@ -339,7 +346,8 @@ class Devices(msgspec.Struct, frozen=True):
 
 
 class Tuned(msgspec.Struct, frozen=True):
-    """One problem of `tune --json`; `how` is "measured", "read back" or "not measured", `steps` how many it stands for."""
+    """One problem of `tune --json`; `how` is "measured", "read back" or "not measured", `steps` how many it stands for;
+    `provisional` says why its time is not reliable, "" if it is."""
 
     problem: str
     candidate: str
@@ -347,6 +355,7 @@ class Tuned(msgspec.Struct, frozen=True):
     time_us: float | None
     how: str
     steps: int
+    provisional: str = ""
 
 
 class Tune(msgspec.Struct, frozen=True):

@@ -23,7 +23,7 @@ from tilewright.schedule.capture import CudaGraphs
 from tilewright.schedule.expected import Expected, check
 from tilewright.schedule.guard import Watch, guarded, intact, otherwise_laid_out, poison, threads, with_wide_strides
 from tilewright.schedule.problem import AnyProblem, FusionProblem
-from tilewright.schedule.race import SPREAD, Laps, Race, spread
+from tilewright.schedule.race import Laps, Race, scatter
 from tilewright.schedule.record import Reason
 
 HOPELESS = 8
@@ -259,15 +259,8 @@ def time_interleaved(
     noise = meter.load().noise
     exact = device != "cpu" or torch.get_num_threads() == 1
     race = Race({i: Laps.of(taken or [first[i]]) for i, taken in enumerate(laps)}, noise, exact)
-    return race if noise else replace(race, noise=scatter(race))
-
-
-def scatter(race: Race) -> str:
-    """The words on the fastest contender's times where they lie too far apart to be believed; "" where they do not."""
     fastest = race.laps[min(race.laps, key=race.us)].wall_us
-    if spread(fastest) <= SPREAD:
-        return ""
-    return f"calls of one kernel took from {min(fastest):,.1f} to {max(fastest):,.1f} µs"
+    return race if noise else replace(race, noise=scatter("calls of one kernel", fastest))
 
 
 def busy_us(

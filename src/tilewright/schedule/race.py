@@ -18,7 +18,7 @@ CLEAN = 5  # calls of either contender that met no other process, from which the
 WAITED, WAITED_S = 0.05, 10e-6  # of a call, and seconds, that threads may wait for a core in one that is clean
 CHANCE = 0.05
 APART = 1.25  # times as long, where a few rounds are to show it
-SPREAD = 2.0  # upper over lower quartile of the fastest contender's times, above which they are noise, whatever the load
+SPREAD = 2.0  # upper over lower quartile of times, above which they are noise, whatever the load seems to be
 
 
 @dataclass(frozen=True)
@@ -103,10 +103,12 @@ def low_quartile(times: Sequence[float]) -> float:
     return sorted(times)[(len(times) - 1) // 4]
 
 
-def spread(times: Sequence[float]) -> float:
-    """The upper quartile over the lower one; 1 of fewer than five times."""
-    ordered = sorted(times)
-    return ordered[3 * (len(ordered) - 1) // 4] / max(ordered[(len(ordered) - 1) // 4], 1e-9) if len(ordered) >= 5 else 1.0
+def scatter(what: str, times_us: Sequence[float]) -> str:
+    """The words on times that lie too far apart to be believed, by their quartiles; "" of others, and of fewer than five."""
+    ordered = sorted(times_us)
+    if len(ordered) < 5 or ordered[3 * (len(ordered) - 1) // 4] <= SPREAD * ordered[(len(ordered) - 1) // 4]:
+        return ""
+    return f"{what} took from {ordered[0]:,.1f} to {ordered[-1]:,.1f} µs"
 
 
 def by_chance(won: int, rounds: int) -> float:

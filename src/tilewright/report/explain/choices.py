@@ -28,6 +28,17 @@ def ways_of(decisions: Iterable[Decision]) -> dict[str, int]:
     return {way: found[way] for way in (READ_BACK, MEASURED, NOT_MEASURED) if found[way]}
 
 
+def provisional_words(decisions: Iterable[Decision]) -> str:
+    """The words on choices that were made in noise, with the reason of the first; "" where there are none."""
+    problems = {d.problem: d.provisional for d in decisions}
+    noises = [noise for noise in problems.values() if noise]
+    if not noises:
+        return ""
+    several = f"{len(noises)} of {count(len(problems), 'choice')}" if len(problems) > 1 else "the choice"
+    verb = "were" if len(noises) > 1 else "was"
+    return f"{several} {verb} made on a busy machine ({noises[0]}), and will be made again when it is quiet"
+
+
 def ways_words(ways: dict[str, int]) -> list[str]:
     """The same as a sentence; none where nothing was chosen."""
     said = {
@@ -43,7 +54,8 @@ def chosen_of(decision: Decision, target: Target | None = None) -> Choice:
     """The candidate that does a product; with a target, what the cost model expects of it there."""
     kernel = decision.kernel
     expected = _predicted(decision, kernel.candidate, kernel.schedule, target)
-    return Choice(kernel.candidate, str(kernel.schedule), decision.time_us, expected, decision.recalled)
+    us, recalled = decision.time_us, decision.recalled
+    return Choice(kernel.candidate, str(kernel.schedule), us, expected, recalled, decision.provisional)
 
 
 def refusals_of(decision: Decision, target: Target | None = None) -> list[Refusal]:
@@ -76,8 +88,11 @@ def _predicted(decision: Decision, name: str, schedule: Schedule, target: Target
 
 
 def mispredictions(chosen: Choice, rejected: Sequence[Refusal]) -> list[str]:
-    """A sentence for each candidate that took more than twice, or less than half, of what was expected."""
+    """A sentence for each candidate that took more than twice, or less than half, of what was expected; none where the times
+    are not reliable."""
     found: list[str] = []
+    if chosen.provisional:
+        return found
     timed = [(f"{chosen.candidate} (chosen)", chosen.predicted_us, chosen.time_us)]
     timed += [(labelled(r.candidate, r.schedule), r.predicted_us, r.time_us) for r in rejected]
     for name, expected, took in timed:

@@ -14,7 +14,7 @@ from tilewright.ir.anchor import ANCHORS, operands_of
 from tilewright.ir.graph import Node, toposort
 from tilewright.ir.ops import ALIASES, Const, Input, Item, Param
 from tilewright.ir.shown import op_name
-from tilewright.report.explain.choices import chosen_of, mispredictions, refusals_of
+from tilewright.report.explain.choices import chosen_of, mispredictions, provisional_words, refusals_of
 from tilewright.report.explain.findings import FOLDABLE, Reasons, fallback, not_read_through, unfused
 from tilewright.report.explain.words import accumulator_words, operand_words, store_words
 from tilewright.report.measure.inputs import Feed
@@ -54,14 +54,15 @@ def explain_program(
     products = [replace(group[0], names=[n for p in group for n in p.names]) for group in alike.values()]
     cost = {i: round(work_of(s).limit_us(ceilings), 3) for i, s in enumerate(program.steps)} if ceilings is not None else {}
     return Explain(
-        name,
-        target_name(program.target),
-        products,
-        unfused(program, reasons, cost),
-        fallback(program, cost),
-        counts(program.steps),
-        steps_per_layer(program.steps),
-        quantized,
+        noise=provisional_words(s.decision for s in program.steps if s.decision is not None),
+        program=name,
+        target=target_name(program.target),
+        products=products,
+        unfused=unfused(program, reasons, cost),
+        fallback=fallback(program, cost),
+        steps=counts(program.steps),
+        steps_per_layer=steps_per_layer(program.steps),
+        quantized=quantized,
     )
 
 
@@ -78,6 +79,7 @@ def account(program: Executable, name: str, feeds: Sequence[Feed]) -> Gemm:
     wrong = next((c for c in compared if not c.ok), None)
     shown = wrong or compared[at]
     return Gemm(
+        noise=provisional_words([decision]),
         program=name,
         target=target_name(program.target),
         verified=wrong is None,

@@ -50,6 +50,7 @@ def _device(t: Target) -> Device:
         read_gbps=round(t.read_gbps, 1),
         copy_gbps=round(t.copy_gbps, 1),
         notes=list(t.chip.notes),
+        noise=t.noise,
     )
 
 

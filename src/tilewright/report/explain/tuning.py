@@ -34,7 +34,15 @@ def describe_tuning(
 
 def _tuned(decision: Decision, steps: int) -> Tuned:
     kernel = decision.kernel
-    return Tuned(str(decision.problem), kernel.candidate, settings(kernel.schedule), decision.time_us, way_of(decision), steps)
+    return Tuned(
+        str(decision.problem),
+        kernel.candidate,
+        settings(kernel.schedule),
+        decision.time_us,
+        way_of(decision),
+        steps,
+        decision.provisional,
+    )
 
 
 def describe_cache(cache: Cache | None) -> CacheInfo:

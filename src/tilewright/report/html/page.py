@@ -68,9 +68,10 @@ def _head(measured: Measured) -> str:
     said = "every product agrees with the reference" if report.verified else "a product was NOT verified"
     items = "".join(f"<li><b>{escape(value)}</b>{escape(what)}</li>" for value, what in figures)
     done = "".join(f"<p>{escape(text)}</p>" for text in report.summary)
+    noise = f"<p><b>Times are not reliable: {escape(report.noise)}.</b></p>" if report.noise else ""
     return (
         f'<header><h1>{escape(_short(report.program))}</h1><p class="soft">{escape(report.program)} on '
-        f"{escape(report.target)}</p>"
+        f"{escape(report.target)}</p>{noise}"
         f'<ul class="figures">{items}</ul>{done}<p>Verified: {escape(said)} on random data.</p></header>'
     )
 

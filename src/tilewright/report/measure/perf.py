@@ -8,10 +8,19 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from tilewright.hardware.load import Meter
 from tilewright.hardware.target import Target
 from tilewright.ir.graph import Node
 from tilewright.ir.ops import Attention, Dequantize, Gemm, LayerNorm, Map, Quantize, Reduce, Select, Softmax
-from tilewright.report.explain.choices import attribution, attribution_words, settings, way_of, ways_of, ways_words
+from tilewright.report.explain.choices import (
+    attribution,
+    attribution_words,
+    provisional_words,
+    settings,
+    way_of,
+    ways_of,
+    ways_words,
+)
 from tilewright.report.explain.findings import Reasons, fallback, unfused
 from tilewright.report.measure.inputs import Feed
 from tilewright.report.measure.timing import Rounds, Times, device_us
@@ -20,6 +29,7 @@ from tilewright.report.program import restored, target_name, tensor_types
 from tilewright.report.schema import Perf, Quantized, Rejected
 from tilewright.report.schema import Step as StepRow
 from tilewright.runtime.executable import Executable, Step
+from tilewright.schedule.race import scatter
 
 if TYPE_CHECKING:
     from tilewright.ir.graph import Value
@@ -85,6 +95,7 @@ def measure(
             progress(len(taken), len(program.steps), step.name)
         taken.append(device_us(lambda: step.run(values), device, share, captured=step.decision is not None))
 
+    meter = Meter(device, torch.get_num_threads())
     with restored(program):
         whole = device_us(lambda: program.run(inputs), device, Rounds.of(iterations, WHOLE * within_s), captured=alone)
         program.run(inputs, time_step)
@@ -93,12 +104,15 @@ def measure(
     works = [work_of(step) for step in program.steps]
     rows = [_row(step, us, ceilings) for step, us in zip(program.steps, times, strict=True)]
     cost = dict(enumerate(round(us, 3) for us in times))
-    choices = ways_of(s.decision for s in program.steps if s.decision is not None)
+    decisions = [s.decision for s in program.steps if s.decision is not None]
+    choices = ways_of(decisions)
+    noise = meter.load().noise or scatter("calls of the program", whole.us)
     report = Perf(
+        noise="; ".join(words for words in (noise, provisional_words(decisions)) if words),
         program=name,
         target=target_name(program.target),
         total_us=round(whole.median_us, 3),
-        verified=all(s.decision.verified for s in program.steps if s.decision is not None),
+        verified=all(d.verified for d in decisions),
         steps=rows,
         unfused=unfused(program, Reasons(program), cost),
         fallback=fallback(program, cost),

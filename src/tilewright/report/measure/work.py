@@ -81,7 +81,8 @@ def measured_ceilings(program: Executable, times_us: Sequence[float | None] | No
     """
     target = with_ceilings(program.target)
     if times_us is None:
-        times_us = [None if s.decision is None else s.decision.time_us for s in program.steps]
+        known = [s.decision for s in program.steps]
+        times_us = [None if d is None or d.provisional else d.time_us for d in known]
     return corrected(target, rates_seen(program.steps, times_us, target))
 
 

@@ -11,7 +11,7 @@ from rich.console import Console
 from tilewright.report.explain.choices import off_by
 from tilewright.report.schema import Choice, Explain, Finding, Product, Refusal
 from tilewright.report.text.quantized_table import print_quantized
-from tilewright.report.text.tables import findings, hanging, heading, line
+from tilewright.report.text.tables import findings, hanging, heading, line, noise_line
 from tilewright.report.words import count, listing, us
 from tilewright.schedule.candidate import Candidate, discover, labelled
 
@@ -21,6 +21,7 @@ NOTHING_UNFUSED = "Nothing is unfused: no step only converts or moves what anoth
 
 def print_explain(out: Console, report: Explain) -> None:
     """Print the account."""
+    noise_line(out, report.noise)
     products = sum(len(p.names) for p in report.products)
     line(out, f"{report.program} on {report.target}", style="bold")
     kinds = f", {count(len(report.products), 'different one')}" if len(report.products) != products else ""
@@ -86,7 +87,7 @@ def headline(p: Product) -> str:
         bound = "memory" if p.memory_bound else "arithmetic"
         reached = p.limit_us / p.chosen.time_us if p.chosen.time_us else 0.0
         part = f", {reached:.0%} of it reached" if reached else ""
-        if reached > 1.1:
+        if reached > 1.1 and not p.chosen.provisional:
             part += ", so that ceiling was measured too low" if not p.memory_bound else ", from a cache"
         said.append(f"the limit of this machine's {bound} is {us(p.limit_us)} µs{part}")
     return "; ".join(said)
@@ -109,11 +110,13 @@ def section(out: Console, title: str, lines: Sequence[str]) -> None:
 
 def how(chosen: Choice, measured: bool, *, tied: bool = False) -> str:
     """The words on why a candidate was chosen; `tied` if another was faster by less than what counts."""
-    expected = _expected(chosen.predicted_us, chosen.time_us)
+    expected = _expected(chosen.predicted_us, None if chosen.provisional else chosen.time_us)
     if not measured or chosen.time_us is None:
         return f"the first to be tried that agrees with the reference; nothing was timed{expected}"
     when = ", measured earlier and read back" if chosen.recalled else ""
     best = "as fast as any that agrees" if tied else "the fastest that agrees"
+    if chosen.provisional:
+        return f"{us(chosen.time_us)} µs on a busy machine{expected}, where none was seen to be faster{when}"
     return f"{us(chosen.time_us)} µs{expected}, {best} with the reference{when}"
 
 
@@ -123,10 +126,11 @@ def refusals(rejected: Sequence[Refusal], chosen: Choice | None = None) -> list[
     Of another point of the chosen candidate only the settings are named that differ.
     """
     best_us = None if chosen is None else chosen.time_us
+    noisy = chosen is not None and bool(chosen.provisional)
     ordered = sorted(rejected, key=lambda r: (r.time_us is None, r.time_us or 0.0))
     alike: dict[str, list[str]] = {}
     for r in ordered:
-        alike.setdefault(_lost(r, best_us), []).append(_beside_chosen(r, chosen))
+        alike.setdefault(_lost(r, best_us, noisy=noisy), []).append(_beside_chosen(r, chosen))
     return [f"{', '.join(dict.fromkeys(names))}: {why}" for why, names in alike.items()]
 
 
@@ -137,12 +141,14 @@ def _beside_chosen(r: Refusal, chosen: Choice | None) -> str:
     return labelled(r.candidate, r.schedule)
 
 
-def _lost(r: Refusal, best_us: float | None) -> str:
-    expected = _expected(r.predicted_us, r.time_us)
+def _lost(r: Refusal, best_us: float | None, *, noisy: bool) -> str:
+    """The words why one lost; in noise the cost model is not held to its time."""
+    expected = _expected(r.predicted_us, None if noisy else r.time_us)
     if r.time_us is None or not best_us:
         return f"{r.why}{expected}"
     if r.time_us <= best_us:
-        return f"{us(r.time_us)} µs{expected}, a tie: the earlier one is kept"
+        tie = "not told apart on a busy machine" if noisy else "a tie"
+        return f"{us(r.time_us)} µs{expected}, {tie}: the earlier one is kept"
     return f"{us(r.time_us)} µs{expected}, {r.time_us / best_us:.2f} times as long"
 
 

@@ -10,7 +10,7 @@ from rich.text import Text
 from tilewright.report.schema import Comparison, Device, Devices, Gemm, Run, Saved, Verify
 from tilewright.report.text.explain_text import how, refusals, section
 from tilewright.report.text.quantized_table import print_accuracy, print_quantized
-from tilewright.report.text.tables import Align, heading, input_lines, line, table
+from tilewright.report.text.tables import Align, heading, input_lines, line, noise_line, table
 from tilewright.report.words import count, small
 from tilewright.schedule.candidate import labelled
 
@@ -105,6 +105,7 @@ def _difference(out: Console, first: Comparison, wrong: Sequence[Comparison]) ->
 
 def print_gemm(out: Console, report: Gemm) -> None:
     """Print who does a product and who does not."""
+    noise_line(out, report.noise)
     line(out, f"{report.program} on {report.target}", style="bold")
     input_lines(out, report.inputs)
     out.print()
@@ -132,6 +133,8 @@ def _device(out: Console, d: Device) -> None:
     chip = d.chip if d.exact_match else f"{d.chip}, the nearest family: there is no description of this very chip"
     section(out, "Chip", [chip])
     idle = f", of which torch uses {d.used_cores:,}" if d.used_cores < d.cores else ""
+    if d.noise:
+        section(out, "Rates", [f"not reliable: {d.noise}; they are measured again when the machine is quiet"])
     section(out, "Cores" if d.device == "cpu" else "SMs", [f"{d.cores:,}{idle}"])
     section(out, "Features", [" ".join(d.features) or "none that matter here"])
     caches = ", ".join(f"{name} {_size(size)}" for name, size in d.caches_bytes.items())

@@ -13,7 +13,7 @@ from tilewright.report.schema import Peer, Step
 from tilewright.report.text.console import WIDE
 from tilewright.report.text.explain_text import NOTHING_FELL_BACK, NOTHING_UNFUSED
 from tilewright.report.text.quantized_table import print_quantized
-from tilewright.report.text.tables import Align, findings, heading, input_lines, line, table
+from tilewright.report.text.tables import Align, findings, heading, input_lines, line, noise_line, table
 from tilewright.report.words import count, percent, us
 
 FEW_ENOUGH = 60
@@ -31,6 +31,7 @@ NUMBERS: tuple[tuple[str, Align], ...] = (
 def print_perf(out: Console, measured: Measured, *, everything: bool = False) -> None:
     """Print the report; `everything` lists views and every step of a long program."""
     report = measured.report
+    noise_line(out, report.noise)
     line(out, f"{report.program} on {report.target}", style="bold")
     input_lines(out, report.inputs)
     print_quantized(out, report.quantized, everything=everything)

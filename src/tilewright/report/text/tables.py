@@ -38,6 +38,12 @@ class _Table(Table):
             yield block
 
 
+def noise_line(out: Console, noise: str) -> None:
+    """Print that times are not reliable, and why; nothing where they are."""
+    if noise:
+        line(out, f"Times are not reliable: {noise}.", style="bold yellow")
+
+
 def table(*headers: tuple[str, Align]) -> Table:
     """An empty table; right-aligned columns hold numbers and never wrap."""
     made = _Table(box=box.SIMPLE_HEAD, pad_edge=False, header_style="bold", show_edge=False)

@@ -25,6 +25,9 @@ def print_tuning(out: Console, report: Tune) -> None:
     ways = Counter(p.how for p in report.problems)
     parts = ", ".join(f"{ways[way]} {way}" for way in (MEASURED, READ_BACK, NOT_MEASURED) if ways[way])
     line(out, f"{count(len(report.problems), 'problem')} in {report.seconds:.1f} s: {parts or 'none'}.")
+    noisy = [p.provisional for p in report.problems if p.provisional]
+    if noisy:
+        line(out, f"{count(len(noisy), 'choice')} made on a busy machine ({noisy[0]}): chosen again when it is quiet.")
     section(out, "Kept in", [report.cache or "nothing is kept"])
     if report.exported is not None:
         section(out, "Written", [report.exported])
