@@ -156,6 +156,22 @@ def test_an_operand_that_torch_evaluates_first_is_saved_as_text(tmp_path):
     assert torch.equal(program(*inputs), tilewright.load_program(tmp_path / "p.twp")(*inputs))
 
 
+def test_a_loop_has_the_programs_of_its_regions(tmp_path):
+    from against_jax import text
+    from jax import lax
+    from jax import numpy as jnp
+
+    def powers(x, a):
+        return lax.fori_loop(0, 100, lambda i, y: jnp.tanh(y @ a) + i, x)
+
+    inputs = torch.randn(3, 4), torch.randn(4, 4) / 2
+    program = tilewright.compile(text("stablehlo", powers, *(t.numpy() for t in inputs)), budget_s=0, cache=False)
+    program.save(tmp_path / "p.twp")
+    again = tilewright.load_program(tmp_path / "p.twp")
+    assert torch.equal(program(*inputs), again(*inputs))
+    assert [len(s.within) for s in again.steps] == [len(s.within) for s in program.steps] and again.steps[-1].within
+
+
 def test_an_index_out_of_range_is_the_same_error(tmp_path):
     path, _, _ = saved(tmp_path, "embedding")
     with pytest.raises(TilewrightError, match="out of range"):

@@ -203,11 +203,11 @@ class _Writer:
 
     def program(self, program: Executable) -> SavedProgram:
         """A program's part of the manifest."""
-        number = {n: i for i, n in enumerate(_numbered(program.graph))}
+        number, done = {n: i for i, n in enumerate(_numbered(program.graph))}, program.steps  # a search may replace them
         texts = self.graph(program.source), self.graph(program.graph)
-        steps = [self._step(step, number) for step in program.steps]
+        steps = [self._step(step, number) for step in done]
         needed = {*program.graph.outputs}
-        for step, saved in zip(program.steps, steps, strict=True):
+        for step, saved in zip(done, steps, strict=True):
             kept = saved.chosen is not None and not _built(saved.chosen.recipe)
             needed.update(n for n in step.part.inputs if not (kept and n in step.releasable))
         held = program.graph.inputs[len(program.graph.inputs) - len(program.graph.state) :]
