@@ -28,6 +28,7 @@ from tilewright.rules.calibrate import quantize as quantize_graph
 from tilewright.rules.half import half as narrow
 from tilewright.rules.half import in_half, recognised
 from tilewright.runtime.executable import chooser, graphs_of, prepare
+from tilewright.runtime.partition import parts_for
 from tilewright.schedule.tuning_database import TuningDatabase, user_cache
 from tilewright.schedule.worker import begin
 
@@ -199,7 +200,9 @@ def compile(
                 """A program chosen until then; each loop in it, its regions together, has as long as what is around."""
                 inside = [len(graphs_of(n.op)) for n in graph.nodes() if isinstance(n.op, Call)] if target.kind == "cpu" else []
                 loops, left = len([r for r in inside if r]), sum(inside)
-                decide = chooser(graph, target, max(0.0, ends - time.monotonic()) / (1 + loops), progress, database)
+                parts = parts_for(graph, target)
+                within_s = max(0.0, ends - time.monotonic()) / (1 + loops)
+                decide = chooser(graph, target, within_s, progress, database, parts)
 
                 def inner(region: Graph) -> Program:
                     nonlocal left
@@ -208,7 +211,7 @@ def compile(
                     left, share_s = left - 1, left_s / max(left, 1)
                     return prepared(region, made, found, min(ends, time.monotonic() + share_s), None)
 
-                return prepare(source, graph, target, trace, decide, inner, first=decide.weight, made=Program)
+                return prepare(source, graph, target, trace, decide, inner, first=decide.weight, made=Program, parts=parts)
 
             executable = prepared(source, graph, trace, time.monotonic() if background else ends, progress)
         executable.layers = tuple(layers)

@@ -24,12 +24,21 @@ def modules(package: str, extra: Iterable[Path] = (), defining: str | None = Non
     Raises:
         InputError: an extra folder is not there, or two files would be the same module.
     """
-    found = list(_within(importlib.import_module(package), defining))
+    return list(in_turn(package, extra, defining))
+
+
+def in_turn(package: str, extra: Iterable[Path] = (), defining: str | None = None) -> Iterator[ModuleType]:
+    """The modules that `modules` gives, each imported once it is asked for."""
+    for module in _within(importlib.import_module(package), defining):
+        if defining is None or hasattr(module, defining):
+            yield module
     for folder in extra:
         if not folder.is_dir():
             raise InputError(f"no such folder: {folder}", where=f"searching for modules of {package}")
-        found += [_run(f"{package}.{file.stem}", file.resolve()) for file in sorted(folder.glob("[!_]*.py"))]
-    return [m for m in found if defining is None or hasattr(m, defining)]
+        for file in sorted(folder.glob("[!_]*.py")):
+            module = _run(f"{package}.{file.stem}", file.resolve())
+            if defining is None or hasattr(module, defining):
+                yield module
 
 
 def _within(package: ModuleType, defining: str | None) -> Iterator[ModuleType]:

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import tilewright
-from tilewright.discovery import modules
+from tilewright.discovery import in_turn, modules
 from tilewright.dtype import F32
 from tilewright.errors import InputError
 from tilewright.frontends import SUFFIXES, LoadOptions, load
@@ -241,3 +241,13 @@ def test_a_call_is_kept_as_it_is():
     call = Node(Call("onnx", "Foo", '{"a": 1}', (TensorType(F32, (2,)), TensorType(F32, ()))), x)
     assert [i.tensor for i in items(call)] == [TensorType(F32, (2,)), TensorType(F32, ())]
     assert isinstance(call.src[0].op, Input)
+
+
+def test_a_module_is_imported_once_it_is_asked_for(tmp_path):
+    """The first that reads a program keeps those after it from being imported."""
+    (tmp_path / "first.py").write_text("accepts = bool")
+    (tmp_path / "second.py").write_text("raise RuntimeError('imported')")
+    found = in_turn("tilewright.hardware.chips", (tmp_path,), "accepts")
+    assert next(found).__name__ == "tilewright.hardware.chips.first"
+    with pytest.raises(RuntimeError, match="imported"):
+        next(found)

@@ -5,6 +5,7 @@ Nothing but click is imported before a verb runs, so `tilewright --help` answers
 
 from __future__ import annotations
 
+import gc
 import io
 import os
 import sys
@@ -38,6 +39,9 @@ if TYPE_CHECKING:
     import numpy as np
 
     from tilewright.runtime.executable import Executable
+
+
+COLLECTED = 100_000  # objects made since, and the youngest are looked through for cycles
 
 
 @click.group(cls=Group, context_settings={"help_option_names": ["-h", "--help"]})
@@ -260,6 +264,7 @@ cli.add_command(cache)
 
 def main() -> None:
     """The `tilewright` command."""
+    gc.set_threshold(COLLECTED)  # modules and nodes live to the end: looking for cycles among them takes half a second
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:  # closed by the caller, who wants none of it
             setattr(sys, name, Path(os.devnull).open("w"))  # noqa: SIM115 - until the end

@@ -468,10 +468,11 @@ def chooser(
     budget_s: float,
     progress: Progress | None = None,
     database: TuningDatabase | None = None,
+    parts: Sequence[Part] | None = None,
 ) -> SharedBudget:
     """The choice of kernels for a graph's problems, which share `budget_s` seconds from now on (`SharedBudget`), less what
-    packing its weights will take."""
-    parts = [p for p in parts_for(graph, target) if decided(p)]
+    packing its weights will take. `parts` is what the graph was cut into before."""
+    parts = [p for p in (parts_for(graph, target) if parts is None else parts) if decided(p)]
     weights = {n for p in parts for n in p.inputs if n.constant}
     size = sum(n.tensor.size_bytes for n in weights if isinstance(n.type, TensorType))
     problems, cold = Counter(problem_of_part(p)[0] for p in parts), size > last_cache_bytes(target)
