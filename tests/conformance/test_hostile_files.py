@@ -15,6 +15,7 @@ import torch
 from forked import outcomes
 from onnx import TensorProto, helper, numpy_helper
 from safetensors.torch import save
+from saved_programs import with_own_digest
 
 import tilewright
 from tilewright.dtype import F32
@@ -124,12 +125,20 @@ def read_inputs(path: Path) -> None:
     read_npz(path, Graph("g", (a, b), (gemm(a, b),), ("y",)))
 
 
+def saved_program(folder: Path) -> bytes:
+    x = torch.randn(4, 8)
+    model = torch.nn.Sequential(torch.nn.Linear(8, 6), torch.nn.Tanh())
+    tilewright.compile(model.eval(), example_inputs=(x,), budget_s=0, cache=False).save(folder / "program")
+    return (folder / "program").read_bytes()
+
+
 KINDS: dict[str, tuple[Callable[[Path], bytes], Callable[[Path], object]]] = {
     "tw": (lambda _: text_program(), run_program),
     "onnx": (lambda _: onnx_program(), run_program),
     "mlir": (lambda _: STABLEHLO, run_program),
     "hlo": (lambda _: HLO, run_program),
     "safetensors": (lambda _: save({"a": torch.ones(3, 4), "b": torch.ones(2, dtype=torch.int8)}), read_tensors),
+    "twp": (saved_program, run_program),
     "npz": (npz, read_inputs),
     "json": (lambda _: b'{"tilewright_records": 1, "machine": "x", "records": []}', read_records),
 }
@@ -148,7 +157,8 @@ def test_a_mutated_file_is_an_error_or_a_program(kind: str, tmp_path: Path) -> N
     count = max(CASES // 8, 1) if kind == "hlo" else CASES  # each in a process that its parser may end
     for n in range(count):
         path = tmp_path / f"{n}.{kind}"
-        path.write_bytes(mutated(seed, random.Random(f"{kind} {n}")))
+        content = mutated(seed, random.Random(f"{kind} {n}"))
+        path.write_bytes(with_own_digest(content) if kind == "twp" else content)
         cases.append(partial(use, path))
     code = (sys.prefix, sys.base_prefix, str(Path(tilewright.__file__).parent), "/proc/", "/sys/", "/dev/", "/usr/", "/lib")
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -120,33 +122,70 @@ def changed(content: bytes, seed: int) -> bytes:
     return bytes(data)
 
 
-def resealed(path: Path, name: str, change: Callable[[bytearray], None]) -> None:
-    """Change an array of a saved program in place, and every digest with it, as one can who has not the key."""
-    content = bytearray(path.read_bytes())
-    length = int.from_bytes(content[:8], "little")
-    header = json.loads(content[8 : 8 + length])
-    start = 8 + length
+def with_own_digest(content: bytes) -> bytes:
+    """The bytes of a file with the digest that its manifest has, whatever became of that."""
+    try:
+        start = 8 + int.from_bytes(content[:8], "little")
+        header = json.loads(content[8:start])
+        begin, end = header["manifest"]["data_offsets"]
+        digest = hashlib.sha256(content[start + begin : start + end]).hexdigest()
+        return content.replace(header["__metadata__"]["manifest"].encode(), digest.encode())
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return content
 
-    def place(entry: str) -> slice:
-        begin, end = header[entry]["data_offsets"]
-        return slice(start + begin, start + end)
 
-    at = place("manifest")
-    text = bytes(content[at])
-    manifest = json.loads(text)
-    if name == "manifest":
-        part = bytearray(text)
+def manifest_of(content: bytes) -> Any:
+    """The manifest of a file."""
+    start = 8 + int.from_bytes(content[:8], "little")
+    begin, end = json.loads(content[8:start])["manifest"]["data_offsets"]
+    return json.loads(content[start + begin : start + end])
+
+
+def rewritten(content: bytes, manifest: object) -> bytes:
+    """The bytes of a file with another manifest and its digest, as anybody can write them who has not the key."""
+    start = 8 + int.from_bytes(content[:8], "little")
+    header = json.loads(content[8:start])
+    begin, end = header["manifest"]["data_offsets"]
+    text = json.dumps(manifest).encode()
+    for name, entry in header.items():
+        if name != "__metadata__" and entry["data_offsets"][0] >= end:
+            entry["data_offsets"] = [at + len(text) - (end - begin) for at in entry["data_offsets"]]
+    header["manifest"] |= {"data_offsets": [begin, begin + len(text)], "shape": [len(text)]}
+    header["__metadata__"]["manifest"] = hashlib.sha256(text).hexdigest()
+    table = json.dumps(header).encode()
+    return len(table).to_bytes(8, "little") + table + content[start : start + begin] + text + content[start + end :]
+
+
+EDGES = (
+    None, -1, 0, 1, 2**63, "", [], {}, "opaque", "s4", "f64", "u64", [3, 4], [-1], [2**62, 4], 1e300, True, "constant/x", [0],
+)  # fmt: skip
+
+
+def with_an_edge(manifest: Any, seed: int) -> Any:
+    """A manifest in which one value is gone, or another one at the edge."""
+    rng, made = random.Random(seed), copy.deepcopy(manifest)
+
+    def places(value: Any) -> Iterator[tuple[Any, Any]]:
+        keys = value if isinstance(value, dict) else range(len(value)) if isinstance(value, list) else ()
+        for key in keys:
+            yield value, key
+            yield from places(value[key])
+
+    inside, key = rng.choice(list(places(made)))
+    if isinstance(inside, dict) and rng.random() < 0.2:
+        del inside[key]
     else:
-        array = manifest["arrays"][name]
-        part = content[place(array["entry"])]
-    before = hashlib.sha256(part).hexdigest()
+        inside[key] = rng.choice(EDGES)
+    return made
+
+
+def reseal(path: Path, name: str, change: Callable[[bytearray], None]) -> None:
+    """Change an array of a saved program, and every digest with it."""
+    content = path.read_bytes()
+    manifest = manifest_of(content)
+    start = 8 + int.from_bytes(content[:8], "little")
+    begin, end = json.loads(content[8:start])[manifest["arrays"][name]["entry"]]["data_offsets"]
+    part = bytearray(content[start + begin : start + end])
     change(part)
-    if name == "manifest":
-        text = bytes(part)
-    else:
-        content[place(array["entry"])] = part
-        text = text.replace(before.encode(), hashlib.sha256(part).hexdigest().encode())
-    content[at] = text
-    old = header["__metadata__"]["manifest"].encode()
-    content = content.replace(old, hashlib.sha256(text).hexdigest().encode())
-    path.write_bytes(content)
+    manifest["arrays"][name]["sha256"] = hashlib.sha256(part).hexdigest()
+    path.write_bytes(rewritten(content[: start + begin] + part + content[start + end :], manifest))

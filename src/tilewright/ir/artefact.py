@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 
-from tilewright.dtype import BY_NAME
+from tilewright.dtype import BY_NAME, OPAQUE
 from tilewright.errors import InputError
 from tilewright.ir.graph import Graph
 from tilewright.ir.literal import Literal, bits_of
@@ -57,7 +57,7 @@ class Kind(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         Raises:
             InputError: there is no such element type.
         """
-        if self.dtype not in BY_NAME or any(d < 0 for d in self.shape):
+        if BY_NAME.get(self.dtype, OPAQUE) is OPAQUE or any(d < 0 for d in self.shape):
             raise InputError(f"there is no type {self.dtype}{list(self.shape)}", hint=AGAIN)
         return TensorType(BY_NAME[self.dtype], self.shape)
 
