@@ -40,14 +40,14 @@ def clock(monkeypatch):
     return now
 
 
-def slow(clock, name, seconds=1.0, points=20, **how):
+def slow(clock, name, seconds=1.0, points=20, kind=Fake, **how):
     """A candidate each of whose calls takes so long."""
 
     def run(sources):
         clock[0] += seconds
         return [sources[0] @ sources[1]]
 
-    return Fake(name, run, schedules=[Schedule.of(point=i) for i in range(points)], **how)
+    return kind(name, run, schedules=[Schedule.of(point=i) for i in range(points)], **how)
 
 
 def whys(decision):
@@ -74,6 +74,26 @@ def test_looking_further_ends_by_the_clock(clock):
     d = search(PROBLEM, CPU, budget_s=1000.0, candidates=[slow(clock, "deep", points=1000)], within_s=300.0)
     assert 200 < clock[0] - began <= 330 and d.measured
     assert "more points ranked below were not tried" in whys(d)["deep"]
+
+
+class Foremost(Fake):
+    """A candidate that expects one of its points to be the best of all."""
+
+    def leading(self):
+        return self._schedules[3]
+
+    def offers(self, schedule):
+        return schedule in self._schedules
+
+
+def test_what_leads_is_built_first_for_time_may_be_over_then(clock):
+    candidates = [slow(clock, "a", preference=10), slow(clock, "b", 0.5, kind=Foremost, preference=30)]
+    for budget_s in (0, 5.0):
+        d = search(PROBLEM, CPU, budget_s=budget_s, candidates=candidates, within_s=1.0)
+        assert (d.kernel.candidate, d.kernel.schedule) == ("b", Schedule.of(point=3)) and not d.measured
+    d = search(PROBLEM, CPU, budget_s=5.0, candidates=candidates)
+    assert d.kernel.candidate == "b" and d.measured
+    assert sum(r.schedule == Schedule.of(point=3) for r in d.rejected if r.candidate == "b") == 0
 
 
 def test_without_time_one_is_checked_and_none_is_timed(clock):

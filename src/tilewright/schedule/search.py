@@ -326,12 +326,18 @@ class _Search:
                 if isinstance(plan, Refusal):
                     self._reject(candidate.name, Fault("refused", plan.why))
                     continue
-                spaces.append(_Space(candidate, plan, iter(plan.schedules())))
-                if self._budget_s <= 0 and isinstance(plan, Leading):
+                space, point = _Space(candidate, plan, iter(plan.schedules())), None
+                if isinstance(plan, Leading):
                     with considering():
                         point = plan.leading()
-                    if point is not None:
-                        spaces.insert(0, _Space(candidate, plan, iter((point,))))
+                if point is None:
+                    spaces.append(space)
+                elif self._budget_s <= 0:
+                    spaces.append(space)
+                    spaces.insert(0, _Space(candidate, plan, iter((point,))))
+                else:  # built first, for time may be over then
+                    space.points = itertools.chain((point,), (s for s in space.points if s != point))
+                    spaces.insert(0, space)
             except Exception as error:
                 self._reject(candidate.name, Fault("refused", failure("failed to consider it", error)))
         return spaces if self._budget_s > 0 else self._foreseen(spaces)
@@ -433,7 +439,8 @@ class _Search:
 
     def _first_of_the_fastest(self) -> _Trial:
         """The first that none beats: of the candidates in their order, then of that one's points."""
-        ordered = self._by_model() if self._race.noise else self._trials
+        preferred = sorted(self._trials, key=lambda t: t.space.candidate.preference)
+        ordered = self._by_model() if self._race.noise else preferred
         space = next(t.space for t in ordered if not self._beaten(t, TIE_BAND))
         return next(t for t in ordered if t.space is space and not self._beaten(t, POINT_BAND))
 
