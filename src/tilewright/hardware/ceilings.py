@@ -29,8 +29,8 @@ from tilewright.hardware.target import Target
 ROUNDS = 7
 LONGEST_S = 1.0  # after which no further round begins: a type that the processor has no unit for takes seconds a product
 LEEWAY = 1.05  # what a kernel's time may err by
-MEASURED_S = 4.0  # about what measuring them takes
-VERSION = 4  # of how ceilings are measured
+MEASURED_S = 3.0  # about what measuring them takes
+VERSION = 5  # of how ceilings are measured
 
 
 Rate = Annotated[float, msgspec.Meta(gt=0)]
@@ -180,13 +180,18 @@ def _measure(target: Target, key: str) -> Record:
         except (RuntimeError, NotImplementedError):  # no such kernel on this device
             continue
         peaks[name] = 2 * size**3 / seconds / 1e9
-    x = torch.rand((1 << 32 if large else 1 << 29) // 4, device=device)  # well past the last cache
+    x = torch.ones((1 << 32 if large else past_caches(target)) // 4, device=device)
     y = torch.empty_like(x)
     reads = (lambda: torch.sum(x), lambda: torch.amax(x), lambda: torch.dot(x, x))
     read = max(x.nbytes / _best_seconds(f, device) / 1e9 for f in reads)
     copy = 2 * x.nbytes / _best_seconds(lambda: y.copy_(x), device) / 1e9
     read = max(read, copy, *(each.read(x) for each in loops))
     return Record(key, peaks, read, copy, meter.load().noise)
+
+
+def past_caches(target: Target) -> int:
+    """Bytes of which a processor's last cache holds an eighth at most, where that is no more than half a gigabyte."""
+    return max(1 << 28, min(1 << 29, 8 * target.caches_bytes.get("L3", 0)))
 
 
 def _products(device: str, size: int, large: bool) -> dict[str, Callable[[], Callable[[], object]]]:
