@@ -52,6 +52,11 @@ def _configurations() -> dict[str, Callable[[], Any]]:
     }
 
 
+def module(model: str) -> Any:
+    """A model (one of MODELS) in torch, of random weights, for inference."""
+    return _configurations()[model]().eval()
+
+
 MODELS = ("bert", "gpt2", "llama")
 
 
@@ -68,7 +73,7 @@ def _export(model: str, path: Path) -> None:
     class First(torch.nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.inner = _configurations()[model]().eval()
+            self.inner = module(model)
 
         def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
             return self.inner(input_ids=input_ids, attention_mask=attention_mask)[0]

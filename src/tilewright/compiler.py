@@ -31,6 +31,7 @@ from tilewright.runtime.executable import chooser, graphs_of, prepare
 from tilewright.runtime.partition import parts_for
 from tilewright.schedule.tuning_database import TuningDatabase, user_cache
 from tilewright.schedule.worker import begin
+from tilewright.threads import threaded
 
 # In order. The rules of a stage settle together with the canonical ones, then its passes run; a stage's rules may be applied
 # in any order and give the same graph.
@@ -98,6 +99,7 @@ def _passed(p: Pass, graph: Graph, trace: Trace, until: float) -> Graph:
         return graph
 
 
+@threaded
 def compile(
     program: object,
     *,
@@ -111,6 +113,7 @@ def compile(
     half: str | None = None,
     excess_precision: bool = False,
     cache: bool | TuningDatabase = True,
+    threads: int | None = None,
     allow_calls: bool = False,
     untrusted: bool = False,
     background: bool = False,
@@ -139,6 +142,8 @@ def compile(
         cache: read back what was measured in the same circumstances before, by any process, and keep what is measured now, in
             the user's cache folder ($TILEWRIGHT_CACHE). Kernels that are read back are not timed, and a sample verified. A
             `TuningDatabase` for this device says what else is known, and where decisions are kept.
+        threads: threads for the program's calls on a CPU, and for compiling; None is torch's number, but no more than the
+            machine has for this process.
         allow_calls: let a `.tw` file call any operator of torch, as only one that is trusted may (`LoadOptions`).
         untrusted: the program is a stranger's: few operations and bytes, and nothing that an interpreter runs (`LoadOptions`).
         follow_links: read an ONNX model's data through links that leave its folder, too (`LoadOptions`).
@@ -214,7 +219,7 @@ def compile(
                 return prepare(source, graph, target, trace, decide, inner, first=decide.weight, made=Program, parts=parts)
 
             executable = prepared(source, graph, trace, time.monotonic() if background else ends, progress)
-        executable.layers = tuple(layers)
+        executable.layers, executable.threads = tuple(layers), threads
         if isinstance(program, torch.nn.Module):
             executable.uncompiled = _uncompiled(program, example_inputs, executable)
         if background and budget_s > 0:

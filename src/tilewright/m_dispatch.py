@@ -26,6 +26,7 @@ from tilewright.schedule.problem import AnyProblem, Problem
 from tilewright.schedule.record import Key
 from tilewright.schedule.search import Decision, Progress, search
 from tilewright.schedule.tuning_database import TuningDatabase, user_cache
+from tilewright.threads import limited, threaded
 
 MOST_ROWS = 4096
 DEFAULT_BUDGET_S = 60.0
@@ -51,13 +52,15 @@ class AnyRows:
     Attributes:
         table: which kernel serves which rows; None if nothing was measured: then the first that passes its check serves.
         target: where it runs.
+        threads: threads for calls on a CPU; None is torch's number, but no more than the machine has for this process.
     """
 
     table: Buckets | None
     target: Target
+    threads: int | None
 
-    def __init__(self, graph_at: GraphAt, table: Buckets | None, target: Target) -> None:
-        self.table, self.target = table, target
+    def __init__(self, graph_at: GraphAt, table: Buckets | None, target: Target, threads: int | None = None) -> None:
+        self.table, self.target, self.threads = table, target, threads
         first, last = (1, MOST_ROWS) if table is None else (table.buckets[0].first, table.buckets[-1].last)
         self._graph_at = graph_at
         self._kept: dict[int, Program] = {}  # the last used at the end
@@ -98,9 +101,12 @@ class AnyRows:
     def _over(self, rows: int, constants: Mapping[Literal, torch.Tensor]) -> Program:
         cut = self._cut_for(rows)
         decide = self._decide(rows)
-        return prepare(
-            cut.source, cut.graph, self.target, cut.trace, decide, made=Program, parts=cut.parts, constants=constants
-        )
+        with limited(self.threads):
+            program = prepare(
+                cut.source, cut.graph, self.target, cut.trace, decide, made=Program, parts=cut.parts, constants=constants
+            )
+        program.threads = self.threads
+        return program
 
     def _cut_for(self, rows: int) -> _Cut:
         if rows not in self._cut:
@@ -170,6 +176,7 @@ class AnyRows:
         )
 
 
+@threaded
 def compile_rows(
     graph_at: GraphAt,
     *,
@@ -178,6 +185,7 @@ def compile_rows(
     device: str | torch.device | None = None,
     budget_s: float = DEFAULT_BUDGET_S,
     cache: bool = True,
+    threads: int | None = None,
     progress: Progress | None = None,
 ) -> AnyRows:
     """Compile a program that holds one product for every number of rows from `first` to `last`.
@@ -188,6 +196,8 @@ def compile_rows(
         device: "cpu", "cuda" or "cuda:1", or a torch device; None is where the weights lie.
         budget_s: seconds for measuring, more than 0.
         cache: read back the table that any process measured with as much time in the same circumstances, and keep this one.
+        threads: threads for calls on a CPU and for measuring; None is torch's number, but no more than the machine has for
+            this process.
         progress: called with races done, races expected, and what comes next.
 
     Raises:
@@ -212,7 +222,7 @@ def compile_rows(
         )
 
     if not cache or not budget_s > 0:  # which it refuses
-        return AnyRows(graph_at, measured(), target)
+        return AnyRows(graph_at, measured(), target, threads)
     known = TuningDatabase(target, user_cache())
     key = known.key_of_rows(first, last, [_product(graph_at(rows), target) for rows in (first, last)])
     with known.alone_with_rows(key, budget_s):
@@ -220,7 +230,7 @@ def compile_rows(
         if table is None:
             table = measured()
             known.keep_rows(recorded(table, key, budget_s))
-    return AnyRows(graph_at, table, target)
+    return AnyRows(graph_at, table, target, threads)
 
 
 def known_rows(graph_at: GraphAt, target: Target, *, first: int = 1, last: int = MOST_ROWS) -> Buckets | None:

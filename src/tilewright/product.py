@@ -19,6 +19,7 @@ from tilewright.ir.ops import FUNCTIONS, Overflow
 from tilewright.ir.types import Shape, TensorType
 from tilewright.program import Program
 from tilewright.runtime.arrays import Array, dtype_of, from_dlpack, is_numpy
+from tilewright.threads import check
 
 DEFAULT_BUDGET_S = 1.0
 _OF_THE_RESULT = ("scale", "bias", "residual", "out_scale", "out_zero_point")  # what broadcasts to it
@@ -48,6 +49,7 @@ def matmul(
     out_zero_point: object = None,
     device: str | torch.device | None = None,
     budget_s: float = DEFAULT_BUDGET_S,
+    threads: int | None = None,
 ) -> object:
     """activation((a @ b) * scale + bias) + residual, as `out_dtype`.
 
@@ -73,6 +75,7 @@ def matmul(
         out_scale, out_zero_point: quantise the result to `out_dtype` (round half to even, saturate).
         device: where to run; arrays are moved there. None is where they lie.
         budget_s: seconds to spend choosing a kernel the first time a shape is seen.
+        threads: threads on a CPU; None is torch's number, but no more than the machine has for this process.
 
     Raises:
         InputError: a value is no array, or an unknown dtype or function is named.
@@ -104,7 +107,7 @@ def matmul(
         raise InputError(f"group_size is {group_size}", hint="a positive number of elements along K")
     request = (transpose_a, transpose_b, acc_dtype, out_dtype, overflow, group_size, activation)
     where = device or one_of(str(t.device) for t in arrays.values() if isinstance(t, torch.Tensor))
-    return _compiled(tuple(types.items()), request, where, budget_s)(*arrays.values())
+    return _compiled(tuple(types.items()), request, where, budget_s, check(threads))(*arrays.values())
 
 
 def _number_type(name: str, types: Mapping[str, TensorType]) -> DType:
@@ -139,6 +142,7 @@ def _compiled(
     request: tuple[bool, bool, str | None, str | None, Overflow, int | None, str | None],
     device: str | torch.device,
     budget_s: float,
+    threads: int | None,
 ) -> Program:
     transpose_a, transpose_b, acc_dtype, out_dtype, overflow, group_size, activation = request
     inputs = {name: input_(name, t.dtype, t.shape) for name, t in types}
@@ -167,7 +171,7 @@ def _compiled(
     product = fused_gemm(lhs, rhs, result, steps, None if acc_dtype is None else dtype(acc_dtype))
     shape = [d for i, d in enumerate(product.shape) if i - len(product.shape) not in dropped]
     graph = Graph("matmul", tuple(inputs.values()), (reshape(product, shape),), ("result",))
-    return compile(graph, device=device, budget_s=budget_s)
+    return compile(graph, device=device, budget_s=budget_s, threads=threads)
 
 
 def _as_matrices(given: Mapping[str, Node]) -> tuple[dict[str, Node], list[int]]:

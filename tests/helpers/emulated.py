@@ -9,11 +9,36 @@ import re
 
 from tilewright.candidates.llvm.expressions.text import Function, Module, vec
 
-THREADS = 16
+THREADS = 64  # that ever call a kernel in this process
 ROWS, ROW = 16, 64  # of a tile
 TILE, TILES = ROWS * ROW, 8
 STATE = TILES * TILE + 64  # the tiles, then the configuration
 COLSB, HEIGHTS = 16, 48  # their places in it
+
+# The number of the calling thread: the first place that is its own, or nobody's.
+NUMBER = f"""
+@tile_owners = internal global [{THREADS} x i64] zeroinitializer
+declare i64 @pthread_self()
+define i64 @tile_thread() {{
+entry:
+  %self = call i64 @pthread_self()
+  br label %look
+look:
+  %i = phi i64 [ 0, %entry ], [ %next, %other ]
+  %at = getelementptr i64, ptr @tile_owners, i64 %i
+  %tried = cmpxchg ptr %at, i64 0, i64 %self seq_cst seq_cst
+  %before = extractvalue {{ i64, i1 }} %tried, 0
+  %claimed = extractvalue {{ i64, i1 }} %tried, 1
+  %own = icmp eq i64 %before, %self
+  %mine = or i1 %claimed, %own
+  br i1 %mine, label %done, label %other
+other:
+  %next = add i64 %i, 1
+  br label %look
+done:
+  ret i64 %i
+}}
+"""
 
 # What LLVM calls to narrow an f32 on a processor without bf16 instructions; no library that the engine sees has it.
 TO_BF16 = """
@@ -37,13 +62,13 @@ define bfloat @__truncsfbf2(float %x) {
 def emulated(module: Module, cpu: str, features: str) -> str:
     """The module's text, foreign instructions replaced by functions."""
     text = module.text(cpu, features)
-    made = Module(declarations={"omp_get_thread_num": "declare i32 @omp_get_thread_num()"})
+    made = Module()
     for name in sorted(set(re.findall(r"@llvm\.((?:x86\.(?:ldtile|tile|tdp)|aarch64\.neon\.)[\w.]*)\(", text))):
         define(made, name)
         text = re.sub(rf"^declare [^\n]*@llvm\.{re.escape(name)}\([^\n]*\n", "", text, flags=re.M)
         text = re.sub(rf"(call [^\n]*)@llvm\.({re.escape(name)})\(([^\n]*)\)", as_call, text)
     kept = [d for n, d in made.declarations.items() if f"@{n}(" not in text.split("define", 1)[0]]
-    return "\n".join([*kept, *made.functions, TO_BF16, text])
+    return "\n".join([*kept, NUMBER, *made.functions, TO_BF16, text])
 
 
 def as_call(found: re.Match[str]) -> str:
@@ -60,8 +85,7 @@ def define(module: Module, name: str) -> None:
 
 
 def state(f: Function) -> str:
-    me = f.v("call i32 @omp_get_thread_num()")
-    return f.at("@tile_state", f.mul(f.v(f"zext i32 {me} to i64"), STATE))
+    return f.at("@tile_state", f.mul(f.v("call i64 @tile_thread()"), STATE))
 
 
 def tile(f: Function, all_: str, number: str) -> str:

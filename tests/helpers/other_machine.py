@@ -36,7 +36,7 @@ arena:
 _Py_NoneStruct:
     .zero 8
     .text
-    .globl _start, GOMP_parallel, GOMP_barrier, omp_get_thread_num, PyLong_AsVoidPtr, PyLong_AsLong
+    .globl _start, tilewright_parallel, tilewright_finished, tilewright_meet, PyLong_AsVoidPtr, PyLong_AsLong
     .globl PyEval_SaveThread, PyEval_RestoreThread, Py_IncRef
 """
 # Linux system calls: asm-generic/unistd.h (read 63, write 64, exit 93); asm/unistd_64.h (read 0, write 1, exit 60)
@@ -73,16 +73,17 @@ _start:
 9:  mov x0, #1
     mov x8, #93
     svc #0
-GOMP_parallel:
+tilewright_parallel:
     mov x2, x0
     mov x0, x1
+    mov x1, #0
     br x2
-omp_get_thread_num:
 PyEval_SaveThread:
     mov x0, #0
 PyLong_AsVoidPtr:
 PyLong_AsLong:
-GOMP_barrier:
+tilewright_finished:
+tilewright_meet:
 PyEval_RestoreThread:
 Py_IncRef:
     ret
@@ -123,18 +124,19 @@ _start:
 9:  movl $60, %eax
     movl $1, %edi
     syscall
-GOMP_parallel:
+tilewright_parallel:
     movq %rdi, %rax
     movq %rsi, %rdi
+    xorl %esi, %esi
     jmp *%rax
-omp_get_thread_num:
 PyEval_SaveThread:
     xorl %eax, %eax
     ret
 PyLong_AsVoidPtr:
 PyLong_AsLong:
     movq %rdi, %rax
-GOMP_barrier:
+tilewright_finished:
+tilewright_meet:
 PyEval_RestoreThread:
 Py_IncRef:
     ret

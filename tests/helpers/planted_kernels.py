@@ -66,7 +66,7 @@ MISTAKES: dict[str, Callable[[str, int], str]] = {
         r"%before = load \1, ptr \3, align 1\n  %beta = fmul \1 %before, zeroinitializer\n"
         r"  %both = fadd \1 \2, %beta\n  store \1 %both, ptr \3, align 1",
     ),
-    "race": changed("multiply", r"sext i32 (%\w+) to i64", "sext i32 0 to i64"),  # all threads add up in the first one's memory
+    "race": changed("multiply", r"mul nsw i64 %thread,", "mul nsw i64 0,"),  # all threads add up in the first one's memory
 }
 
 

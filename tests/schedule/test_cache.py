@@ -18,7 +18,7 @@ from paths import HELPERS
 from short_shares import shorten
 from torture_cache import KEY, record
 
-from tilewright import compiler
+from tilewright import compiler, threads
 from tilewright.dtype import BF16, F32
 from tilewright.errors import UnsupportedError
 from tilewright.hardware.detect import detect
@@ -129,7 +129,7 @@ def test_each_thing_that_a_choice_depends_on_is_in_the_key(monkeypatch):
     changed["excess"] = {k for k, v in fields().items() if v != before[k]}
     excess = False
     for what, patch in {
-        "threads": lambda m: m.setattr(torch, "get_num_threads", lambda: 99),
+        "threads": lambda m: m.setattr(threads, "count", lambda: 99),
         "driver": lambda m: m.setattr(key_module, "DRIVERS", (Path(__file__),)),
         "toolkit": lambda m: m.setattr(torch.version, "cuda", "14.0"),
         "torch": lambda m: m.setattr(torch, "__version__", "9.9"),

@@ -20,7 +20,7 @@ from tilewright.schedule.problem import Problem, problem_of
 from tilewright.schedule.sample import random_sources
 
 CPU = detect("cpu")
-pytestmark = pytest.mark.skipif(llvm.engine.available() is not None, reason="no OpenMP")
+pytestmark = pytest.mark.skipif(llvm.engine.available() is not None, reason="no generated kernels")
 
 
 def test_the_same_bits_are_packed_once_while_somebody_holds_them():

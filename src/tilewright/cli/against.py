@@ -67,11 +67,11 @@ def _case(given: Given, device: str, option: str) -> Case:
     Raises:
         UsageError: an input is fixed, which nobody else does.
     """
-    import torch
+    from tilewright.threads import count
 
     if given.fixed:
         raise click.UsageError(f"{option} runs the file as it is, with all its inputs: leave --fix out")
-    return Case(given, device, torch.get_num_threads())
+    return Case(given, device, count())
 
 
 def torch_peer(case: Case) -> Callable[[], object]:

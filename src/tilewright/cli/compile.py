@@ -14,7 +14,7 @@ import click
 
 from tilewright.cli.errors import BEGAN
 from tilewright.cli.given import progress
-from tilewright.cli.options import NOT_NEGATIVE, W4_GROUP, F, all_of, budget_option, cache_option, device_option
+from tilewright.cli.options import NOT_NEGATIVE, W4_GROUP, F, all_of, budget_option, cache_option, device_option, threads_option
 from tilewright.cli.untrusted import is_supervised
 from tilewright.errors import InputError, visible
 
@@ -85,6 +85,7 @@ class Compiling:
 
 _options = all_of(
     device_option,
+    threads_option,
     budget_option,
     click.option("--fp16", is_flag=True, help="Run an f32 model in f16: its products, attention and norms."),
     click.option("--bf16", is_flag=True, help="Run an f32 model in bf16."),

@@ -21,6 +21,7 @@ from tilewright.cli.options import (
     everything_option,
     fill_options,
     iterations_option,
+    threads_option,
 )
 from tilewright.cli.show import before_timing, measure_program, show, show_perf
 from tilewright.errors import InputError
@@ -56,6 +57,7 @@ class _GemmCommand(Command):
 @click.command(cls=_GemmCommand, short_help="Compile and check, or time, one product written in one line.")
 @click.argument("problem")
 @device_option
+@threads_option
 @budget_option
 @fill_options
 @click.option("--perf", "timed", is_flag=True, help="Time it and print the performance report.")

@@ -31,6 +31,7 @@ class Command(click.Command):
         return super().parse_args(ctx, gather_dims(bare_w4(args, ctx)))
 
     def invoke(self, ctx: click.Context) -> Any:
+        threads = ctx.params.pop("threads", None)
         untrusted, seconds, gib = (ctx.params.pop(name, None) for name in ("untrusted", "time_limit", "memory_limit"))
         if untrusted:
             if not is_supervised():
@@ -39,6 +40,10 @@ class Command(click.Command):
             limit_this_process()
         elif seconds is not None or gib is not None:
             raise click.UsageError("--time-limit and --memory-limit belong to --untrusted", ctx)
+        if threads is not None:
+            from tilewright.threads import adopt
+
+            adopt(threads)
         return super().invoke(ctx)
 
 
@@ -151,6 +156,12 @@ budget_option = click.option(
     type=NOT_NEGATIVE,
     metavar="SECONDS",
     help="Time that choosing kernels may take in all; 0 measures none.",
+)
+threads_option = click.option(
+    "--threads",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="Threads on a CPU; as many as torch takes if not given, but no more than the machine has for this process.",
 )
 cache_option = click.option("--no-cache", "cache", flag_value=False, default=True, help="Measure anew, and keep nothing of it.")
 iterations_option = click.option(

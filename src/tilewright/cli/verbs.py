@@ -31,7 +31,15 @@ from tilewright.cli.compile import (
 from tilewright.cli.errors import DIFFERS, Group, output_may_end, traceback_option
 from tilewright.cli.gemm import gemm
 from tilewright.cli.given import Given, given_options, progress
-from tilewright.cli.options import NOT_NEGATIVE, WRITTEN, Command, common_options, everything_option, iterations_option
+from tilewright.cli.options import (
+    NOT_NEGATIVE,
+    WRITTEN,
+    Command,
+    common_options,
+    everything_option,
+    iterations_option,
+    threads_option,
+)
 from tilewright.cli.reports import Reports, report_options
 from tilewright.cli.show import before_timing, measure_program, show, show_perf
 
@@ -247,6 +255,7 @@ cli.add_command(gemm)
 
 @cli.command(cls=Command, short_help="Say what this machine is and what it was seen to reach.")
 @click.option("--remeasure", is_flag=True, help="Measure the ceilings again instead of reading them back.")
+@threads_option
 @common_options
 def devices(remeasure: bool, as_json: bool) -> None:
     """Say which devices were found, what they are, and what they were seen to reach."""

@@ -21,6 +21,7 @@ import msgspec
 import platformdirs
 import torch
 
+from tilewright import threads
 from tilewright.discovery import modules
 from tilewright.files import foreign, open_own
 from tilewright.hardware.load import Meter, Threads, load_now
@@ -93,7 +94,7 @@ def with_ceilings(target: Target, *, remeasure: bool = False) -> Target:
     if record is None:
         record = _measure(target, key)
         _save(record, target.kind)
-    elif record.noise and not load_now(target.device, torch.get_num_threads()).noise:
+    elif record.noise and not load_now(target.device, threads.count()).noise:
         record = _most(record, _measure(target, key))
         _save(record, target.kind)
     return _with(target, record)
@@ -134,7 +135,7 @@ def corrected(target: Target, seen_gops: Mapping[str, float]) -> tuple[Target, l
 
 
 def _key(target: Target) -> str:
-    return f"{VERSION}|{target.name}|{target.chip.name}|{target.cores}|{torch.get_num_threads()}|torch {torch.__version__}"
+    return f"{VERSION}|{target.name}|{target.chip.name}|{target.cores}|{threads.count()}|torch {torch.__version__}"
 
 
 def _with(target: Target, record: Record) -> Target:
@@ -167,7 +168,7 @@ def _save(record: Record, kind: str) -> None:
 def _measure(target: Target, key: str) -> Record:
     device = target.device
     large = target.kind == "cuda"
-    meter = Meter(device, torch.get_num_threads())
+    meter = Meter(device, threads.count())
     loops = [found for m in modules("tilewright.candidates", defining="LOOPS") if (found := m.LOOPS(target)) is not None]
     peaks = {name: measure() for each in loops for name, measure in each.peaks.items()}
     size = 8192 if large else 1024
@@ -224,7 +225,7 @@ def _best_seconds(run: Callable[[], object], device: str) -> float:
     for _ in range(2):
         run()
     times, own = list[float](), Threads()
-    alone = device == "cpu" and torch.get_num_threads() == 1  # then waiting for a core can be told from work
+    alone = device == "cpu" and threads.count() == 1  # then waiting for a core can be told from work
 
     def finished() -> None:
         run()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import os
 import platform
 import re
 from collections.abc import Iterable
@@ -13,6 +12,7 @@ from pathlib import Path
 
 import torch
 
+from tilewright import threads
 from tilewright.discovery import modules
 from tilewright.errors import InputError
 from tilewright.hardware.target import Chip, Target
@@ -73,7 +73,7 @@ def cpu() -> Target:
     if chip is None:  # nothing is known of it: the architecture's baseline
         baseline = "aarch64" if platform.machine().lower() in ("arm64", "aarch64") else "x86_64"
         chip = next(c for c in chips() if c.name == baseline)
-    return Target(name, chip, "cpu", _usable_cores(), features=features, caches_bytes=_caches(), exact_match=not chip.family)
+    return Target(name, chip, "cpu", threads.affine(), features=features, caches_bytes=_caches(), exact_match=not chip.family)
 
 
 def _model(text: str) -> str:
@@ -143,7 +143,7 @@ def one_of(devices: Iterable[str]) -> str:
 
 
 def detect(device: str | torch.device) -> Target:
-    """The target that `device` names: a torch device, or its name. A processor has the cores that torch's threads may use now.
+    """The target that `device` names: a torch device, or its name. A processor has the cores that kernels' threads may use now.
 
     Raises:
         InputError: not a device Tilewright knows, or not present.
@@ -153,7 +153,7 @@ def detect(device: str | torch.device) -> Target:
         raise InputError(f"unknown device {device!r}", hint="cpu, cuda or cuda:0")
     if m[1] == "cuda":
         return gpu(int(m[2] or 0))
-    return _processor(min(cpu().cores, torch.get_num_threads()))
+    return _processor(min(cpu().cores, threads.count()))
 
 
 @cache
@@ -163,15 +163,11 @@ def _processor(cores: int) -> Target:
 
 
 def cores_of(target: Target) -> str:
-    """Name a target's cores as reports do: "4 cores", "1 of 4 cores" where torch has fewer threads, "132 SMs"."""
+    """Name a target's cores as reports do: "4 cores", "1 of 4 cores" where kernels have fewer threads, "132 SMs"."""
     if target.kind != "cpu":
         return f"{target.cores} SMs"
     every = max(cpu().cores, target.cores)
     return f"{target.cores} of {every} cores" if target.cores < every else f"{every} core{'s' * (every != 1)}"
-
-
-def _usable_cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _field(text: str, key: str) -> str:

@@ -18,6 +18,7 @@ from tilewright.progress import Progress
 from tilewright.runtime.checkpoint import Checkpoint, read_checkpoint
 from tilewright.runtime.quantized_weight import QuantizedWeight, pack
 from tilewright.schedule.buckets import Buckets
+from tilewright.threads import check, limited
 
 _OPTIONAL = ("zero_points", "offsets", "order")
 
@@ -136,6 +137,8 @@ class Linear(torch.nn.Module):
         weight: the quantised weight.
         bias: [out] or None; a parameter stays the same parameter.
         quantize_activations: multiply in 8 bits: each row of x is quantised by its largest magnitude.
+        threads: threads for calls on a CPU; None is torch's number, but no more than the machine has for this process. An
+            attribute that may be set. Where torch compiles or exports the module, torch's number counts.
     """
 
     in_features: int
@@ -150,11 +153,18 @@ class Linear(torch.nn.Module):
     offsets: torch.Tensor | None
     order: torch.Tensor | None
     bias: torch.nn.Parameter | None
+    threads: int | None = None
 
     def __init__(
-        self, weight: QuantizedWeight, bias: torch.Tensor | None = None, *, quantize_activations: bool = False
+        self,
+        weight: QuantizedWeight,
+        bias: torch.Tensor | None = None,
+        *,
+        quantize_activations: bool = False,
+        threads: int | None = None,
     ) -> None:
         super().__init__()
+        self.threads = check(threads)
         check_type(weight, QuantizedWeight, "weight", "tilewright.pack(weight), or Linear.from_float(layer)")
         check_type(bias, (torch.Tensor, type(None)), "bias", f"a tensor [{weight.out_features}], or None")
         if bias is not None and tuple(bias.shape) != (weight.out_features,):
@@ -249,6 +259,9 @@ class Linear(torch.nn.Module):
         bias = self._parameters["bias"]
         derived = torch.is_grad_enabled() and (x.requires_grad or (bias is not None and bias.requires_grad))
         apply = linear if derived else plain_linear
+        if self.threads is not None and not torch.compiler.is_compiling():
+            with limited(self.threads):
+                return apply(x, *parts, bias, self.code_type, self.group_size, self.quantize_activations)
         return apply(x, *parts, bias, self.code_type, self.group_size, self.quantize_activations)
 
     def prepare(self, rows: int | Iterable[int], dtype: torch.dtype | None = None) -> Linear:

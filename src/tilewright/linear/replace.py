@@ -21,6 +21,7 @@ from tilewright.rules.calibrate import shares
 from tilewright.runtime.checkpoint import Checkpoint, some
 from tilewright.runtime.quantized_weight import QuantizedWeight, pack
 from tilewright.schedule.problem import AnyProblem
+from tilewright.threads import check
 
 SCHEMES = (
     "w4g32, w4g64, w4g128, w8, w8g128 (any group; one scale a row without); z after for zero points (w4g64z), "
@@ -85,6 +86,7 @@ def quantize_(
     scheme: str | Checkpoint | Mapping[str, QuantizedWeight] = "w4g64",
     *,
     filter: Filter | None = None,
+    threads: int | None = None,
 ) -> Replaced:
     """Replace the `torch.nn.Linear` modules of a model by `tilewright.Linear`, in place.
 
@@ -94,6 +96,7 @@ def quantize_(
             codes with zero points as well, "w8" for s8 codes with a scale a row, "a8w4g64" for activations in 8 bits, too. Or a
             checkpoint or a mapping, which holds weights by the names of the layers: those are put in, and no other is changed.
         filter: given a layer's name and module, whether to replace it; all are by default.
+        threads: what the layers' `threads` is to be.
 
     A weight that several layers share is quantised once, and shared as before. Layers are replaced one by one, so that there
     is never a second copy of the whole model: if one is refused, those before it stay quantised.
@@ -108,6 +111,7 @@ def quantize_(
     """
     check_type(model, torch.nn.Module, "model", "a torch.nn.Module that holds linear layers")
     check_type(scheme, (str, Checkpoint, Mapping), "scheme", '"w4g64", or what tilewright.read_checkpoint gives')
+    check(threads)
     check_type(filter, (Callable, type(None)), "filter", 'lambda name, module: name != "lm_head"')
     if isinstance(model, torch.nn.Linear):
         raise InputError("a linear layer cannot be replaced in itself", hint="tilewright.Linear.from_float(layer)")
@@ -128,6 +132,7 @@ def quantize_(
             floats[module.weight] = name
             before += module.weight.nbytes
         made[module] = layers[name] = new
+        new.threads = threads
         setattr(parent, attribute, new)
     shared = {floats[p]: p.nbytes for p in model.parameters() if p in floats}
     after = sum({m.packed: m.weight.nbytes for m in layers.values()}.values()) + sum(shared.values())

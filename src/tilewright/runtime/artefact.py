@@ -73,6 +73,7 @@ TRUST = "if you trust the file: trust=True, or --trust; or tilewright.compile(pa
 _VERSIONED = (
     "tilewright.candidates.llvm.runtime.calls",
     "tilewright.candidates.llvm.runtime.image",
+    "tilewright.candidates.llvm.runtime.pool",
     "tilewright.candidates.llvm.runtime.run",
     "tilewright.candidates.llvm.runtime.scratch",
     "tilewright.candidates.llvm.normalization.candidate",
@@ -142,13 +143,14 @@ class Whole(Manifest, frozen=True):
         made_by: digest of the code that calls kernels.
         machine: what it is for.
         code: arrays of object code by name.
-        caller: name among them of what Python calls kernels through; "" if there is no code.
+        caller, threads: names among them of what Python calls kernels through, and of the thread pool; "" if there is no code.
     """
 
     made_by: str
     machine: Machine
     code: dict[str, str]
     caller: str
+    threads: str
     program: SavedProgram  # pyright: ignore[reportIncompatibleVariableOverride] - frozen
 
 
@@ -178,15 +180,15 @@ class _Writer:
     def bytes(self, memory: torch.Tensor) -> str:
         return self.array(f"packed/{len(self.arrays)}", memory, TensorType(U8, (memory.numel(),)))
 
-    def code(self, content: bytes) -> str:
-        """Leave object code.
+    def code(self, content: bytes, known: Mapping[str, int] | None = None) -> str:
+        """Leave object code; see `image.mapped`.
 
         Raises:
             UnsupportedError: it could not be mapped again.
         """
         digest = hashlib.sha256(content).hexdigest()
         if digest not in self.objects:
-            image.mapped({digest: content})
+            image.mapped({digest: content}, known)
             self.objects[digest] = self.bytes(torch.frombuffer(bytearray(content), dtype=torch.uint8))
         return digest
 
@@ -264,7 +266,9 @@ def artefact_of(program: Executable) -> bytes:
 def _write(program: Executable, file: IO[bytes]) -> None:
     writer = _Writer()
     saved = writer.program(program)
-    caller = writer.code(calls.caller().object) if writer.objects else ""
+    generated = bool(writer.objects)
+    caller = writer.code(calls.caller().object) if generated else ""
+    threads = writer.code(engine.threads().object, engine.for_threads()) if generated else ""
     whole = Whole(
         version=VERSION,
         arrays=writer.arrays,
@@ -273,6 +277,7 @@ def _write(program: Executable, file: IO[bytes]) -> None:
         machine=_machine(program.target),
         code=writer.objects,
         caller=caller,
+        threads=threads,
     )
     manifest = msgspec.json.encode(whole)
     metadata = {
@@ -418,7 +423,10 @@ class _Reader(Generic[E]):
         objects = {name: container.tensor(at).numpy().tobytes() for name, at in whole.code.items()}
         if any(hashlib.sha256(content).hexdigest() != name for name, content in objects.items()):
             raise container.broken("machine code under another's name")
-        self._code: Mapping[str, engine.Code] = image.mapped(objects) if objects else {}
+        pool = objects.pop(whole.threads, None)
+        if pool is not None:
+            engine.take_threads(lambda known: image.mapped({"threads": pool}, known)["threads"])
+        self._code: Mapping[str, engine.Code] = image.mapped(objects) if objects and pool is not None else {}
         if objects:
             if whole.caller not in self._code:
                 raise container.broken("what calls its machine code is missing")

@@ -17,6 +17,7 @@ from tilewright.runtime.executable import Executable, Posed, kernel_step
 from tilewright.schedule.measure import synchronize
 from tilewright.schedule.problem import AnyProblem
 from tilewright.schedule.search import Decision
+from tilewright.threads import limited
 
 if TYPE_CHECKING:
     from tilewright.ir.graph import Node, Value
@@ -77,7 +78,8 @@ class Background:
 
     def _work(self) -> None:
         try:
-            self._search()
+            with limited(self._program.threads):
+                self._search()
         except BaseException as error:  # told by `wait`
             self._error = error
             LOGGER.warning("the search in the background failed: %s: %s", type(error).__name__, error)

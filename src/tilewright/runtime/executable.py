@@ -34,6 +34,7 @@ from tilewright.schedule.problem import AnyProblem, FusionProblem
 from tilewright.schedule.recipe import describe, recipe_of
 from tilewright.schedule.search import Decision
 from tilewright.schedule.tuning_database import TuningDatabase
+from tilewright.threads import limited, usable
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -100,6 +101,7 @@ class Executable:
         layers: what quantising a float model did to each product; empty if it was not quantised here.
         own_graphs: whether its calls may become CUDA graphs of its own; not those of a part of somebody's program.
         constant_memory: addresses of what no caller may write to.
+        threads: threads for calls on a CPU; None is torch's number, but no more than the machine has for this process.
         uncompiled: runs the source itself on the inputs, where these lead another way than the one that was traced.
     """
 
@@ -111,6 +113,7 @@ class Executable:
     _ready: dict[Node, Value]
     layers: tuple[Layer, ...] = ()
     own_graphs: bool = True
+    threads: int | None = None
     uncompiled: Callable[[Sequence[torch.Tensor]], list[torch.Tensor]] | None = None
 
     def __repr__(self) -> str:
@@ -162,6 +165,7 @@ class Executable:
         self.constant_memory: frozenset[int] = frozenset(map(address, constants))
         self._slots = slot
         self._written = [span(t) for t in self.state.values()]
+        self._usable = usable()
         self._launch()
 
     def _launch(self) -> None:
@@ -320,6 +324,13 @@ class Executable:
 
         On a GPU, work is put on torch's current stream of the device, as torch's own operations are; the host does not wait.
         """
+        if self.target.kind == "cpu" and (self.threads is not None or torch.get_num_threads() > self._usable):
+            with limited(self.threads):
+                return self._run_alike(inputs, observe)
+        return self._run_alike(inputs, observe)
+
+    def _run_alike(self, inputs: Sequence[torch.Tensor], observe: Callable[[Step, list[Value]], None] | None) -> list[Value]:
+        """Run the program, or the module itself on inputs that lead another way."""
         before = [t.detach().clone() for t in self._at_risk]
         records = torch.is_grad_enabled()
         torch._C._set_grad_enabled(False)  # pyright: ignore[reportPrivateUsage] - `no_grad` takes longer than a small product

@@ -10,11 +10,12 @@ from typing import TypeVar
 
 import torch
 
+from tilewright import threads
 from tilewright.hardware.load import Meter
 from tilewright.hardware.target import Target
 from tilewright.schedule.candidate import LAST_RESORT, LIBRARIES, Candidate, Kernel, Runner, Schedule, kernel_of, plan_for
 from tilewright.schedule.expected import Expected, expect
-from tilewright.schedule.guard import guarded, intact, preparing, threads
+from tilewright.schedule.guard import guarded, intact, preparing
 from tilewright.schedule.measure import Cold, Fault, Pace, examine, time_interleaved
 from tilewright.schedule.problem import AnyProblem
 from tilewright.schedule.race import Race
@@ -93,7 +94,7 @@ class Bench:
         self._before = Cold(target, self._sources, problem.weights) if cold else None
         self._expected: dict[float, Expected] = {}
         self._kernels: dict[int, tuple[Candidate, Kernel]] = {}
-        self._pace, self._meter = Pace(), Meter(target.device, torch.get_num_threads())
+        self._pace, self._meter = Pace(), Meter(target.device, threads.count())
         self._runners: dict[int, Runner] = {}
         self.expect_s = 0.0
         self.lost: dict[int, Attempt] = {}
@@ -181,9 +182,9 @@ class Bench:
             self._at(keys[i])
 
         runs = [lambda r=self._runners[k]: r(self._sources) for k in keys]
-        device, count = self._target.device, torch.get_num_threads()
+        device, count = self._target.device, threads.count()
         noise = self._meter.load().noise if device == "cpu" and 1 < count <= FEW_THREADS else ""
-        with threads(1 if noise else count):
+        with threads.limited(1 if noise else count):
             race = time_interleaved(runs, device, budget_s=budget_s, at=at, before=self._before)
         self._meter = Meter(device, count)
         noise = f"{noise}; kernels raced on one thread" if noise else race.noise

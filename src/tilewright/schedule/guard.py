@@ -130,20 +130,6 @@ _UNWRITTEN: frozenset[Any] = frozenset(
 )
 
 
-@contextlib.contextmanager
-def threads(count: int) -> Generator[None]:
-    """A context with `count` threads for torch and for kernels that share its threads."""
-    before = torch.get_num_threads()
-    if count == before:
-        yield
-        return
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
-
-
 def poison(types: Sequence[tuple[tuple[int, ...], torch.dtype]], device: str) -> None:
     """Fill free memory that an allocator is likely to hand out next for tensors of these types."""
     for call in _poisoners:

@@ -14,6 +14,7 @@ from typing import cast
 
 import torch
 
+from tilewright import threads
 from tilewright.hardware.target import Target
 from tilewright.ir.graph import Graph, Node, attributes, substitute, toposort
 from tilewright.ir.literal import tensor_bytes
@@ -24,6 +25,7 @@ from tilewright.schedule.record import Key
 
 PACKAGE = Path(__file__).parent.parent
 CHOOSING = ("candidates", "hardware", "ir", "lowering", "schedule")  # folders whose code makes kernels and chooses among them
+CODE = (".py", ".ll")
 DRIVERS = (Path("/proc/driver/nvidia/version"), Path("/sys/module/nvidia/version"), Path("/sys/module/amdgpu/version"))
 # What torch's allocators give: 64 bytes on a CPU (c10/core/alignment.h), 512 on a GPU (c10/cuda/CUDACachingAllocator.h).
 ALIGNMENT_BYTES = {"cpu": 64, "cuda": 512}
@@ -91,7 +93,7 @@ def circumstances(target: Target, *, excess_precision: bool) -> Key:
         chip=target.chip.name,
         processor=f"{target.name}, {caches}, features {features}",
         cores=target.cores,
-        threads=torch.get_num_threads(),
+        threads=threads.count(),
         driver=_driver() if target.kind == "cuda" else "",
         toolkit=(torch.version.cuda or torch.version.hip or "") if target.kind == "cuda" else "",
         libraries=_libraries() + _environment(),
@@ -132,7 +134,7 @@ def _version(package: str) -> str:
 def _own() -> str:
     """Tilewright's version, and a digest of its code: a change to a kernel's source is another kernel."""
     digest = hashlib.sha256()
-    for file in sorted(f for folder in CHOOSING for f in (PACKAGE / folder).rglob("*.py")):
+    for file in sorted(f for folder in CHOOSING for f in (PACKAGE / folder).rglob("*.*") if f.suffix in CODE):
         digest.update(f"{file.relative_to(PACKAGE)}\0".encode())
         digest.update(file.read_bytes())
     return f"{_version('tilewright')} {digest.hexdigest()[:12]}"

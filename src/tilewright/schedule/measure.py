@@ -21,10 +21,11 @@ from tilewright.ir.ops.functions import BITS_TYPE, by_bits
 from tilewright.schedule.candidate import Runner
 from tilewright.schedule.capture import CudaGraphs
 from tilewright.schedule.expected import Expected, check
-from tilewright.schedule.guard import Watch, guarded, intact, otherwise_laid_out, poison, threads, with_wide_strides
+from tilewright.schedule.guard import Watch, guarded, intact, otherwise_laid_out, poison, with_wide_strides
 from tilewright.schedule.problem import AnyProblem, FusionProblem
 from tilewright.schedule.race import Laps, Race, scatter
 from tilewright.schedule.record import Reason
+from tilewright.threads import count, limited
 
 HOPELESS = 8
 SHORT_S = 0.01
@@ -142,7 +143,7 @@ def examine(
             return Fault("wrong", f"{why} (only when its sources reach past 2^31 bytes)")
     del far
     for repeat in range(REPEATS):
-        with threads(counts[repeat % len(counts)] if counts else torch.get_num_threads()):
+        with limited(counts[repeat % len(counts)] if counts else None, gathered=True):
             results = run(sources)
         if not _all_same(right, results):
             if exactly:
@@ -227,7 +228,7 @@ def time_interleaved(
     """
     ahead: list[float | None] = [None] * len(runs)
     calls = [1] * len(runs)
-    meter, own = Meter(device, torch.get_num_threads()), Threads()
+    meter, own = Meter(device, count()), Threads()
 
     def once(i: int) -> Sample:
         at(i)
@@ -257,7 +258,7 @@ def time_interleaved(
         if done + 1 >= min_rounds and time.perf_counter() - start > budget_s:
             break
     noise = meter.load().noise
-    exact = device != "cpu" or torch.get_num_threads() == 1
+    exact = device != "cpu" or count() == 1
     race = Race({i: Laps.of(taken or [first[i]]) for i, taken in enumerate(laps)}, noise, exact)
     fastest = race.laps[min(race.laps, key=race.us)].wall_us
     return race if noise else replace(race, noise=scatter("calls of one kernel", fastest))

@@ -57,6 +57,7 @@ from tilewright.schedule.problem import AnyProblem
 from tilewright.schedule.record import Key, Loser, Record, Table, Verdict
 from tilewright.schedule.record import Refusal as LostRecord
 from tilewright.schedule.search import Decision, Rejected, search
+from tilewright.threads import count
 
 HINT_S = 0.1  # at most, to time the kernel of a record from elsewhere
 WAIT_S = 30.0  # for another process that measures the same problem; then both do
@@ -311,7 +312,7 @@ class TuningDatabase:
         now = time.monotonic()
         if now > self._looked + LOOKED_S:
             self._looked = now
-            self._seen_quiet = not load_now(self._target.device, torch.get_num_threads()).noise
+            self._seen_quiet = not load_now(self._target.device, count()).noise
         return self._seen_quiet
 
 

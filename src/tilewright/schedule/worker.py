@@ -25,6 +25,7 @@ from typing import Any
 
 import torch
 
+from tilewright import threads
 from tilewright.errors import say
 from tilewright.hardware.detect import cpu
 from tilewright.hardware.target import Target
@@ -270,7 +271,7 @@ def pickled(message: object) -> bytes:
 
 def settings_here() -> dict[str, Any]:
     """The settings that a worker must share with this process."""
-    return {"threads": torch.get_num_threads(), "precision": f32_precision()}
+    return {"threads": threads.count(), "precision": f32_precision()}
 
 
 def main(fd: int) -> None:
@@ -319,7 +320,7 @@ class _Host:
         self._pulse()
 
     def _open(self, problem: AnyProblem, target: Target, settings: dict[str, Any], places: Sequence[Any]) -> None:
-        torch.set_num_threads(settings["threads"])
+        threads.adopt(settings["threads"])
         torch.set_float32_matmul_precision(settings["precision"])
         memory = None
         if any(isinstance(at, int) for *_, at in places):

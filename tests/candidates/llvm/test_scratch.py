@@ -42,7 +42,7 @@ def test_memory_to_work_in_goes_back_to_the_system_past_what_is_kept(monkeypatch
 
 FORKED = """
 import os, torch
-torch.set_num_threads(1)  # OpenMP does not outlive a fork
+torch.set_num_threads(1)  # torch's do not outlive a fork
 from tilewright.candidates.llvm.runtime.scratch import LARGE_BYTES, maker
 result = maker((LARGE_BYTES,), torch.uint8)().fill_(64)
 child = os.fork()

@@ -30,6 +30,7 @@ from tilewright.report.schema import Perf, Quantized, Rejected
 from tilewright.report.schema import Step as StepRow
 from tilewright.runtime.executable import Executable, Step
 from tilewright.schedule.race import scatter
+from tilewright.threads import count
 
 if TYPE_CHECKING:
     from tilewright.ir.graph import Value
@@ -95,7 +96,7 @@ def measure(
             progress(len(taken), len(program.steps), step.name)
         taken.append(device_us(lambda: step.run(values), device, share, captured=step.decision is not None))
 
-    meter = Meter(device, torch.get_num_threads())
+    meter = Meter(device, count())
     with restored(program):
         whole = device_us(lambda: program.run(inputs), device, Rounds.of(iterations, WHOLE * within_s), captured=alone)
         program.run(inputs, time_step)

@@ -8,6 +8,7 @@ from functools import partial
 
 import torch
 
+from tilewright import threads
 from tilewright.candidates.llvm.attention.kernel import AttentionNest, AttentionWriter
 from tilewright.candidates.llvm.expressions.vector import check
 from tilewright.candidates.llvm.gemm.dots import DOTS, Choice, choose
@@ -94,7 +95,7 @@ def _build(problem: AttentionProblem, attention: AttentionNest, schedule: Schedu
         results, each = [s.root.tensor for s in attention.output.stores], attention.scratch(2) - alone
         return bound(Call(kernel, attention.pointers, read, first, results, alone, each, one))
 
-    return Kernel(CANDIDATE.name, schedule, prepare, workspace_bytes=attention.scratch(torch.get_num_threads()))
+    return Kernel(CANDIDATE.name, schedule, prepare, workspace_bytes=attention.scratch(threads.count()))
 
 
 def plan(problem: AttentionProblem, target: Target) -> FixedPlan:

@@ -125,7 +125,9 @@ class AttentionWriter(GemmWriter):
         self._tile_kernels(more=True)
         self._softmax()
         self._attend()
-        self._worker(["pack_keys", "pack_rhs"], "attend")
+        keys, values = self.attention.scores, self.nest
+        packing = {"pack_keys": keys.batch * keys.rhs_panels, "pack_rhs": values.batch * values.rhs_panels}
+        self._worker(packing, "attend")
         self._entry()
         return self.module
 
@@ -136,8 +138,8 @@ class AttentionWriter(GemmWriter):
 
     def _attend(self) -> None:
         h, n, s = self.attention, self.nest, self.attention.scores
-        f = self._function("attend")
-        queries = self._scratch(f, f.add(h.threads_at, f.mul(f.thread_number(), h.thread_bytes)))
+        f = self._phase("attend")
+        queries = self._scratch(f, f.add(h.threads_at, f.mul("%thread", h.thread_bytes)))
         scores = f.at(queries, h.queries_bytes)
         out = f.at(scores, h.scores_bytes)
         keys, values = self._scratch(f, 0), self._rhs(f)

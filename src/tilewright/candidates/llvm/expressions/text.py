@@ -15,7 +15,7 @@ from typing import Any
 Int = int | str  # an i64: a number known now, or the name of a value
 
 # All that a kernel may call beside LLVM's own intrinsics.
-THREADS = ("GOMP_parallel", "GOMP_barrier", "omp_get_thread_num")
+THREADS = ("tilewright_parallel", "tilewright_finished", "tilewright_meet", "tilewright_team")
 PYTHON = (
     "PyLong_AsVoidPtr", "PyLong_AsLong", "PyLong_FromLong", "PyEval_SaveThread", "PyEval_RestoreThread",
     "Py_IncRef", "Py_DecRef", "PyObject_CallNoArgs", "PyObject_CallOneArg", "PySequence_GetItem",
@@ -234,9 +234,6 @@ class Function:
             return max(a, b)
         return self.intrinsic("llvm.smax.i64", "i64", ("i64", str(a)), ("i64", str(b)))
 
-    def thread_number(self) -> str:
-        return self.v(f"sext i32 {self.intrinsic('omp_get_thread_num', 'i32')} to i64")
-
     # -- vectors
 
     def splat(self, lanes: int, element: str, scalar: str) -> str:
@@ -317,17 +314,31 @@ class Function:
         return self.v(f"icmp {how} i64 {a}, {b}")
 
     @contextmanager
-    def tasks(self, counter: str, total: Int) -> Generator[str]:
-        """Threads take task numbers below `total` from a shared counter until none is left."""
+    def tasks(self, counter: str, total: Int, finished: str | None = None) -> Generator[str]:
+        """Threads take task numbers below `total` from a shared counter until none is left. Each adds what it has done to the
+        i32 `finished`, for those that wait until all are (`meet`)."""
         name = self.fresh("tasks")
+        before = self._block
         self.jump(f"{name}.next")
         self.label(f"{name}.next")
+        done, phi = f"%{name}.count", len(self._lines)
+        self._lines.append("")
         task = self._take(counter)
         self.do(f"br i1 {self.compare('slt', task, total)}, label %{name}.do, label %{name}.done")
         self.label(f"{name}.do")
         yield task
+        if finished is not None:
+            more = self.v(f"add i32 {done}, 1")
+            self._lines[phi] = f"  {done} = phi i32 [0, %{before}], [{more}, %{self._block}]"
         self.jump(f"{name}.next")
         self.label(f"{name}.done")
+        if finished is not None:
+            with self.when(self.v(f"icmp ne i32 {done}, 0")):
+                self.intrinsic("tilewright_finished", "void", ("ptr", finished), ("i32", done))
+
+    def meet(self, finished: str, total: int) -> None:
+        """Wait until all threads together have finished `total` tasks."""
+        self.intrinsic("tilewright_meet", "void", ("ptr", finished), ("i32", str(total)))
 
     @contextmanager
     def tasks_ahead(self, counter: str, total: Int) -> Generator[tuple[str, str]]:

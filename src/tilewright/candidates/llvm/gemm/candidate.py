@@ -9,6 +9,7 @@ from functools import cached_property
 
 import torch
 
+from tilewright import threads
 from tilewright.candidates.llvm.expressions.vector import check
 from tilewright.candidates.llvm.gemm.dots import choose
 from tilewright.candidates.llvm.gemm.kernel import GemmWriter
@@ -65,7 +66,7 @@ class Plan(NestPlan):
                 packed = maker((nest.packed_rhs_bytes + 64,), torch.uint8)()
                 pointers = [0] * nest.pointers
                 pointers[len(self.problem.types) + 1], pointers[-1] = value.data_ptr(), aligned(packed)
-                call(*pointers, torch.get_num_threads(), 1)
+                call(*pointers, threads.count(), 1)
                 return packed
 
             read = [weights[n.op.index] for n in toposort((rhs,)) if isinstance(n.op, Param)]

@@ -14,15 +14,16 @@ lies outside jr: the block that stays in the second-level cache is the right ope
 
 Operands are packed whole before the loops, unless they lie right as they are (BLIS packs a block inside pc, and one inside ic).
 The right one becomes micro-panels of nr columns, K in groups of 4 bytes; the left one micro-panels of mr rows, copied row by
-row. A tile's columns are vectors; its rows are broadcast. Threads pack together, meet at a barrier, and take tasks from a
-counter. With `pack_per_thread` a task is a whole matrix: its thread packs the left operand, and in each jc a block of the right
-one. In the code, jc and jr count micro-panels of the right operand, ic and ir those of the left one, pc passes.
+row. A tile's columns are vectors; its rows are broadcast. Threads take tasks from counters: first of packing, and once all of
+those are finished, of multiplying. Nobody waits for a thread that has no task. With `pack_per_thread` a task is a whole matrix:
+its thread packs the left operand, and in each jc a block of the right one. In the code, jc and jr count micro-panels of the
+right operand, ic and ir those of the left one, pc passes.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -42,6 +43,7 @@ from tilewright.lowering.access import Access
 # (`ir.expression.QUICK` has more: division, comparisons, and what else costs little, however many registers it takes.)
 FUSED_OPERATIONS, FUSED_FUNCTIONS = 3, {"add", "subtract", "multiply", "relu", "maximum", "minimum"}
 MASKED = 16  # lanes of vectors of which an instruction stores a part
+PACKED, COUNTERS = 3, 4  # of the counters, the one of finished packing tasks; tasks are taken from the others
 TILE_AT = (("i64", "row"), ("i64", "column"), ("ptr", "compensation"))  # a tile's place in the result; each row's compensation
 
 
@@ -86,6 +88,10 @@ class GemmWriter:
     def _function(self, name: str, *more: tuple[str, str]) -> Function:
         return Function(self.module, name, [("ptr", "arguments"), *more])
 
+    def _phase(self, name: str) -> Function:
+        """A function that every thread calls with its number."""
+        return self._function(name, ("i64", "thread"))
+
     def _pointer(self, f: Function, index: int) -> str:
         """A pointer that the call was given."""
         return f.load("ptr", f.at("%arguments", 8 * index), 8)
@@ -101,6 +107,10 @@ class GemmWriter:
     def _rhs(self, f: Function) -> str:
         return self._pointer(f, self.nest.pointers - 1) if self.nest.constant else self._scratch(f, self.nest.rhs_at)
 
+    def _finished(self, f: Function) -> str:
+        """Where finished packing tasks are counted."""
+        return self._counter(f, PACKED)
+
     def _counter(self, f: Function, which: int) -> str:
         return f.at("%arguments", rounded(8 * self.nest.pointers) + CACHE_LINE * which)
 
@@ -113,9 +123,9 @@ class GemmWriter:
         if n.blocks.pack_per_thread:
             self._prefetch()
         self._block_loops()
-        packing = [] if n.constant else ["pack_rhs"]
-        packing += ["pack_lhs"] if n.blocks.pack_lhs or n.choice.compensation else []
-        self._worker([] if n.blocks.pack_per_thread else packing, "multiply")
+        packing = {} if n.constant else {"pack_rhs": n.batch * n.rhs_panels}
+        packing |= {"pack_lhs": self._lhs_tasks} if n.blocks.pack_lhs or n.choice.compensation else {}
+        self._worker({} if n.blocks.pack_per_thread else packing, "multiply")
         self._entry()
         return self.module
 
@@ -148,17 +158,22 @@ class GemmWriter:
             return value
         return vectors.f.v(f"select {vec(vectors.lanes, 'i1')} {mask}, {t} {value}, {t} zeroinitializer")
 
+    @property
+    def _lhs_tasks(self) -> int:
+        """Tasks of packing the left operand."""
+        return self.nest.batch * self.nest.lhs_panels
+
     def _pack_lhs(self) -> None:
-        """pack_lhs(arguments): micro-panels of the left operand, a task each.
+        """pack_lhs(arguments, thread): micro-panels of the left operand, a task each.
 
         pack_lhs_panel(arguments, b, panel, to, compensation): one of them."""
         n = self.nest
         self._pack_lhs_panel()
         if n.blocks.pack_per_thread:
             return
-        f = self._function("pack_lhs")
+        f = self._phase("pack_lhs")
         copies, compensation = self._scratch(f, 0), self._scratch(f, n.compensation_at)
-        with f.tasks(self._counter(f, 1), n.batch * n.lhs_panels) as task:
+        with f.tasks(self._counter(f, 1), self._lhs_tasks, self._finished(f)) as task:
             b, panel = f.div(task, n.lhs_panels), f.rem(task, n.lhs_panels)
             place = f.add(f.mul(f.mul(b, n.passes), n.lhs_panels), panel)
             to = f.at(copies, f.mul(place, n.lhs_panel_bytes))
@@ -230,7 +245,7 @@ class GemmWriter:
         return [(type_, f.shuffle(d.operand, value, value, range(at, at + d.k))) for at in range(0, n.vector, d.k)]
 
     def _pack_rhs(self, name: str = "pack_rhs", counter: int = 0) -> None:
-        """name(arguments): micro-panels of the right operand, a task each.
+        """name(arguments, thread): micro-panels of the right operand, a task each.
 
         name_panel(arguments, b, panel, out): one of them."""
         n = self.nest
@@ -238,9 +253,9 @@ class GemmWriter:
         if n.K:
             (self._pack_k_contiguous if n.k_contiguous else self._pack_n_contiguous)(f, "%b", "%panel", "%out")
         f.finish()
-        f = self._function(name)
+        f = self._phase(name)
         if not n.blocks.pack_per_thread:
-            with f.tasks(self._counter(f, counter), n.batch * n.rhs_panels) as task:
+            with f.tasks(self._counter(f, counter), n.batch * n.rhs_panels, self._finished(f)) as task:
                 b, panel = f.div(task, n.rhs_panels), f.rem(task, n.rhs_panels)
                 out = f.at(self._rhs(f), f.mul(task, n.rhs_panel_bytes))
                 f.call(f"{name}_panel", ("ptr", "%arguments"), ("i64", b), ("i64", panel), ("ptr", out))
@@ -343,10 +358,10 @@ class GemmWriter:
 
     def _block_loops(self) -> None:
         n, blocks = self.nest, self.nest.blocks
-        f = self._function("multiply")
+        f = self._phase("multiply")
         if blocks.pack_per_thread or n.passes > 1:
             shared = 0 if blocks.pack_per_thread else n.threads_at
-            own = self._scratch(f, f.add(shared, f.mul(f.thread_number(), n.thread_bytes)))
+            own = self._scratch(f, f.add(shared, f.mul("%thread", n.thread_bytes)))
         else:
             own = f.alloca(n.tile_bytes)
         if not blocks.pack_per_thread:
@@ -686,14 +701,15 @@ class GemmWriter:
 
     # -- entries
 
-    def _worker(self, packing: Sequence[str], then: str) -> None:
-        """worker(arguments): all threads pack together; when they have, they do what is named `then`."""
-        f = self._function("worker")
+    def _worker(self, packing: Mapping[str, int], then: str) -> None:
+        """worker(arguments, thread): all threads pack together, by function and its number of tasks; when everything is packed,
+        they do what is named `then`."""
+        f = self._phase("worker")
         for step in packing:
-            f.call(step, ("ptr", "%arguments"))
+            f.call(step, ("ptr", "%arguments"), ("i64", "%thread"))
         if packing:
-            f.intrinsic("GOMP_barrier", "void")
-        f.call(then, ("ptr", "%arguments"))
+            f.meet(self._finished(f), sum(packing.values()))
+        f.call(then, ("ptr", "%arguments"), ("i64", "%thread"))
         f.finish()
 
     def _entry(self) -> None:
@@ -707,7 +723,7 @@ class GemmWriter:
                         f.store("i32", "0", self._pointer(f, n.sources + i), 4)
             return f.v(f"select i1 {f.compare('ne', '%pack', 0)}, ptr @pack_rhs, ptr @worker")
 
-        write_entries(self.module, n.pointers, 3, begin, packs=True)
+        write_entries(self.module, n.pointers, COUNTERS, begin, packs=True)
 
 
 def transposed(f: Function, rows: Sequence[str], word: str = "i32") -> list[str]:

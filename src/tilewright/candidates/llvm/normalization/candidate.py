@@ -9,6 +9,7 @@ from functools import partial
 
 import torch
 
+from tilewright import threads
 from tilewright.candidates.llvm.expressions.vector import check_node
 from tilewright.candidates.llvm.gemm.dots import choose
 from tilewright.candidates.llvm.normalization.kernel import Loops, Rows, RowsWriter
@@ -65,7 +66,7 @@ def _build(problem: FusionProblem, rows: Rows, schedule: Schedule) -> Kernel:
             return _prepared(problem, rows, call)
         return _prepared(problem, rows, engine.function(module_text(replace(rows, scales=frozenset()))))
 
-    return Kernel(CANDIDATE.name, schedule, prepare, workspace_bytes=rows.thread_bytes * torch.get_num_threads())
+    return Kernel(CANDIDATE.name, schedule, prepare, workspace_bytes=rows.thread_bytes * threads.count())
 
 
 def plan(problem: FusionProblem, target: Target) -> FixedPlan:
@@ -101,12 +102,12 @@ def checked(call: Call, problem: FusionProblem) -> Runner:
     def run(sources: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         held = [t if t.is_contiguous() else t.contiguous() for t in sources]  # copies live until the call is over
         results = [make() for make in makers]
-        threads = 1 if call.one else torch.get_num_threads()
+        count = 1 if call.one else threads.count()
         at = [t.data_ptr() for t in held]
         to = [t.data_ptr() for t in results]
         missed = c_int64(0)
-        memory = take(call.each * threads) if call.each else None
-        call.kernel(*at, *to, memory[0] if memory else 0, addressof(missed), threads)
+        memory = take(call.each * count) if call.each else None
+        call.kernel(*at, *to, memory[0] if memory else 0, addressof(missed), count)
         if memory:
             give(memory)
         if missed.value:

@@ -132,11 +132,11 @@ class RowsWriter:
     def _worker(self) -> None:
         """Takes tasks: those of the first nest, then those of the next."""
         r = self.rows
-        f = Function(self.module, "worker", [("ptr", "arguments")])
+        f = Function(self.module, "worker", [("ptr", "arguments"), ("i64", "thread")])
         at = {i: f.load("ptr", f.at("%arguments", 8 * i), 8) for i in r.sources}
         *results, scratch, missed = (f.load("ptr", f.at("%arguments", 8 * i), 8) for i in range(r.types, r.pointers))
         if r.thread_bytes:
-            scratch = f.at(scratch, f.mul(f.thread_number(), r.thread_bytes))
+            scratch = f.at(scratch, f.mul("%thread", r.thread_bytes))
         writers = [
             _LoopsWriter(f, x, [at[i] for i in x.nest.sources], results, missed, scratch, r.scales & x.scales) for x in r.each
         ]

@@ -24,7 +24,7 @@ from tilewright.ir.types import TensorType
 from tilewright.schedule.recipe import Called, Parts, describe
 
 MOST_POINTERS = 10_000
-COUNTERS = 3 * CACHE_LINE  # behind the pointers that a kernel is given
+COUNTERS = 4 * CACHE_LINE  # behind the pointers that a kernel is given
 ON_STACK = 1 << 15  # bytes of scratch that are not worth a pool
 # What the function is bound to: a table of numbers, these, what makes each result, what is kept alive.
 USED = (torch.Tensor.contiguous, torch.Tensor.data_ptr, torch.get_num_threads, take, give)
@@ -189,7 +189,8 @@ def _text() -> str:
     f.store("i64", "1", threads, 8)
     with f.when(f.compare("eq", numbers[ONE], 0)):
         number = checked(f.intrinsic("PyObject_CallNoArgs", "ptr", ("ptr", part(THREADS))))
-        f.store("i64", f.intrinsic("PyLong_AsLong", "i64", ("ptr", number)), threads, 8)
+        of_torch = f.intrinsic("PyLong_AsLong", "i64", ("ptr", number))
+        f.store("i64", f.intrinsic("tilewright_team", "i64", ("i64", of_torch)), threads, 8)
         release(number)
     team, pooled = f.load("i64", threads, 8), f.compare("eq", numbers[STACK], 0)
     with f.when(pooled):
@@ -234,8 +235,9 @@ def write_entries(
     """Write a kernel's entries into its module.
 
     run(arguments, threads, pack), for callers in machine code, sets the counters to zero, which follow the pointers at
-    `arguments` a cache line each, and runs the function that `begin` gives on every thread. python(pointers…, threads) is the
-    same, called by CPython as METH_FASTCALL; with `packs`, `pack` is its last argument.
+    `arguments` a cache line each, and runs the function that `begin` gives on up to as many threads, each with `arguments` and
+    its number. python(pointers…, threads) is the same, called by CPython as METH_FASTCALL; with `packs`, `pack` is its last
+    argument.
     """
     counters_at = rounded(8 * pointers)
     f = Function(module, "run", [("ptr", "arguments"), ("i64", "threads"), ("i64", "pack")], public=True)
@@ -244,10 +246,9 @@ def write_entries(
     worker = begin(f)
     alone = f.compare("eq", "%threads", 1)
     with f.when(alone):
-        f.do(f"call void {worker}(ptr %arguments)")
+        f.do(f"call void {worker}(ptr %arguments, i64 0)")
     with f.when(f.v(f"xor i1 {alone}, true")):
-        count = f.v("trunc i64 %threads to i32")
-        f.intrinsic("GOMP_parallel", "void", ("ptr", worker), ("ptr", "%arguments"), ("i32", count), ("i32", "0"))
+        f.intrinsic("tilewright_parallel", "void", ("ptr", worker), ("ptr", "%arguments"), ("i64", "%threads"))
     f.finish()
 
     f = Function(module, "python", [("ptr", "self"), ("ptr", "args"), ("i64", "count")], "ptr", public=True)

@@ -5,18 +5,18 @@ Object code is kept under the hash of everything it depends on (the text names t
 of both. So a process that meets a kernel again only loads it. Loading needs no optimiser and no code generator. LLVM itself is
 imported when a kernel is first made: saved programs (`image.py`) run without it.
 
-Kernels may be called from several Python threads at once. In a forked child GNU's OpenMP runtime has lost its threads and waits
-for them, in torch's own operations as well as here: call `torch.set_num_threads(1)` there first, or spawn instead of forking.
+Kernels may be called from several Python threads at once, and in a forked child.
 """
 
 from __future__ import annotations
 
 import ctypes
 import hashlib
-import importlib.util
 import os
 import tempfile
+import threading
 from collections import deque
+from collections.abc import Callable, Iterable, Mapping
 from functools import cache
 from pathlib import Path
 from types import ModuleType
@@ -24,7 +24,7 @@ from typing import Any
 from weakref import WeakValueDictionary
 
 from tilewright.candidates.llvm.expressions.text import MEMORY, PYTHON, THREADS
-from tilewright.errors import UnsupportedError
+from tilewright.candidates.llvm.runtime import pool
 from tilewright.files import foreign, open_own
 from tilewright.hardware.ceilings import cache_folder
 from tilewright.schedule.candidate import Unsupported, generated
@@ -36,12 +36,9 @@ def available() -> str | None:
     """None if kernels can be generated and run here, else the sentence why not."""
     try:
         _llvm()
-        symbols()
     except ImportError:
         return "kernels for CPUs are generated with llvmlite, which is not installed"
-    except UnsupportedError as error:
-        return str(error)
-    return None
+    return pool.why_not()
 
 
 def require() -> None:
@@ -161,42 +158,51 @@ def _write(file: Path, key: str, code: bytes) -> None:
 
 
 @cache
+@cache
 def symbols() -> dict[str, int]:
-    """Addresses of all functions of the process that kernels may call, by name: those of the OpenMP runtime that torch has
-    loaded, so that both share one pool of threads, of the interpreter, and of the C library.
+    """Addresses of all functions of the process that kernels may call, by name: those of the thread pool, of the interpreter,
+    and of the C library."""
+    found = {"_Py_NoneStruct": id(None)} | {name: threads().address(name) for name in THREADS}
+    return found | _addresses(PYTHON, ctypes.pythonapi) | _addresses(MEMORY, ctypes.CDLL(None))
 
-    Raises:
-        UnsupportedError: torch came without such a runtime (GNU's or LLVM's, which has GNU's entry points too).
-    """
-    for path in _loaded_openmp():
-        library = ctypes.CDLL(path)
-        if all(hasattr(library, name) for name in THREADS):
-            break
-    else:
-        raise UnsupportedError("no OpenMP runtime with GNU's entry points is loaded, and kernels share torch's threads")
-    found = {"_Py_NoneStruct": id(None)}
-    for names, home in ((THREADS, library), (PYTHON, ctypes.pythonapi), (MEMORY, ctypes.CDLL(None))):
-        found |= {name: ctypes.cast(getattr(home, name), ctypes.c_void_p).value or 0 for name in names}
-    return found
+
+def _addresses(names: Iterable[str], library: ctypes.CDLL) -> dict[str, int]:
+    return {name: ctypes.cast(getattr(library, name), ctypes.c_void_p).value or 0 for name in names}
 
 
 @cache
-def _symbols_for_llvm() -> None:
-    """Tell LLVM's linker the addresses."""
-    for name, address in symbols().items():
+def _tell_llvm(known: tuple[tuple[str, int], ...]) -> None:
+    """Tell LLVM's linker addresses by name."""
+    for name, address in known:
         _llvm().add_symbol(name, address)
 
 
-def _loaded_openmp() -> list[str]:
-    """OpenMP runtimes mapped into the process, then those beside torch."""
-    try:
-        lines = os.fsdecode(Path("/proc/self/maps").read_bytes()).splitlines()  # files may be called anything
-    except OSError:
-        lines = []
-    mapped = [line.split(maxsplit=5)[-1] for line in lines if any(n in line for n in ("libgomp", "libomp", "libiomp"))]
-    found = importlib.util.find_spec("torch")
-    folder = Path(found.origin).parent / "lib" if found is not None and found.origin else Path()
-    return list(dict.fromkeys([*mapped, *map(str, folder.glob("lib*omp*.so*")), *map(str, folder.glob("lib*omp*.dylib"))]))
+def for_threads() -> dict[str, int]:
+    """Addresses of the functions that the thread pool may call, by name."""
+    return _addresses((*pool.LIBRARY, *MEMORY), ctypes.CDLL(None))
+
+
+_pool: Code | None = None
+_starting = threading.Lock()
+
+
+def threads() -> Code:
+    """The thread pool of this process: made when first asked for, if it was not read from a saved program."""
+    if _pool is None:
+        take_threads(lambda known: _Loaded(object_code(pool.text()), known))
+    assert _pool is not None
+    return _pool
+
+
+def take_threads(load: Callable[[Mapping[str, int]], Code]) -> None:
+    """Start the thread pool, if it has not been: `load` gives its code, which calls functions by these addresses."""
+    global _pool
+    with _starting:
+        if _pool is None:
+            code = load(for_threads())
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(code))  # threads are in it until the very end
+            pool.start(code.address)
+            _pool = code
 
 
 RECENT = 64  # functions that stay loaded though nobody holds them: the next program often asks for them again
@@ -258,12 +264,12 @@ class Code:
 
 
 class _Loaded(Code):
-    """Machine code that LLVM has linked."""
+    """Machine code that LLVM has linked, with the addresses of what it calls: `symbols`, if none are given."""
 
-    def __init__(self, code: bytes):
+    def __init__(self, code: bytes, known: Mapping[str, int] | None = None):
         super().__init__()
-        _symbols_for_llvm()
         llvm = _llvm()
+        _tell_llvm(tuple((symbols() if known is None else known).items()))
         self.object = code
         machine = llvm.Target.from_default_triple().create_target_machine(jit=True)
         self._engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), machine)

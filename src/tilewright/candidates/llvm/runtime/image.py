@@ -3,7 +3,7 @@
 LLVM's large code model, in which `engine` has kernels made, spells each address as 64 bits of its own (`R_X86_64_64`, System V
 ABI for AMD64, 4.4.1). So loading is copying, adding and `mprotect`: nothing is ever writable and executable at once. A shared
 library would need a linker to write and a file to be mapped from, and its names would be looked up in the whole process; an
-object here may call what `engine.symbols` lists and no more.
+kernel here may call what `engine.symbols` lists and no more.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ class Mapped(Code):
         return self._functions.get(name, 0)
 
 
-def mapped(objects: Mapping[str, bytes]) -> dict[str, Mapped]:
-    """Relocatable objects by name, their code ready to run.
+def mapped(objects: Mapping[str, bytes], known: Mapping[str, int] | None = None) -> dict[str, Mapped]:
+    """Relocatable objects by name, their code ready to run. They may call `known` addresses by name: `symbols`, if not given.
 
     Raises:
         UnsupportedError: an object has what is not mapped: another processor's code, addresses of another kind; it calls what
@@ -50,12 +50,12 @@ def mapped(objects: Mapping[str, bytes]) -> dict[str, Mapped]:
     """
     try:
         read = {name: _Object(data) for name, data in objects.items()}
-        return _mapped(read)
+        return _mapped(read, symbols() if known is None else known)
     except (struct.error, ValueError, IndexError, OverflowError) as error:
         raise UnsupportedError(f"machine code that is no whole object: {error}") from error
 
 
-def _mapped(objects: Mapping[str, _Object]) -> dict[str, Mapped]:
+def _mapped(objects: Mapping[str, _Object], known: Mapping[str, int]) -> dict[str, Mapped]:
     zones = bytearray(), bytearray(), bytearray()
     places: dict[tuple[str, int], tuple[int, int]] = {}
     for name, o in objects.items():
@@ -63,7 +63,6 @@ def _mapped(objects: Mapping[str, _Object]) -> dict[str, Mapped]:
             places[name, i] = zone, _placed(zones[zone], o.content(i), o.sections[i].alignment)
     pages = _Pages([len(z) for z in zones])
     at = {key: pages.bases[zone] + offset for key, (zone, offset) in places.items()}
-    known = symbols()
     offsets, values = list[int](), list[int]()
     for name, o in objects.items():
         for section, offset, symbol, added in o.relocations():

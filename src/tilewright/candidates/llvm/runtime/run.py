@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from tilewright import threads
 from tilewright.candidates.llvm.expressions.vector import check
 from tilewright.candidates.llvm.gemm.dots import Choice
 from tilewright.candidates.llvm.gemm.nest import Blocks, Nest
@@ -55,7 +56,7 @@ class NestPlan:
             name,
             schedule,
             prepare,
-            workspace_bytes=nest.scratch(torch.get_num_threads()),
+            workspace_bytes=nest.scratch(threads.count()),
             packed_bytes=nest.packed_rhs_bytes if nest.constant else 0,
             releasable=frozenset(i for i, weight in enumerate(self.problem.weights) if weight and i not in read),
         )

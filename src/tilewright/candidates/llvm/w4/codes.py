@@ -180,12 +180,16 @@ class CodesWriter(GroupedWriter):
 
     # -- the left operand
 
+    @property
+    def _lhs_tasks(self) -> int:
+        return self.nest.M
+
     def _pack_lhs(self) -> None:
-        """pack_lhs(arguments): rows of the left operand, a task each."""
+        """pack_lhs(arguments, thread): rows of the left operand, a task each."""
         n = self.nest
-        f = self._function("pack_lhs")
+        f = self._phase("pack_lhs")
         copies = self._scratch(f, 0)
-        with f.tasks(self._counter(f, 1), n.M) as row:
+        with f.tasks(self._counter(f, 1), self._lhs_tasks, self._finished(f)) as row:
             panel, inside = f.div(row, n.blocks.mr), f.rem(row, n.blocks.mr)
             to = f.at(copies, f.add(f.mul(panel, n.lhs_panel_bytes), f.mul(inside, n.lhs_stride)))
             self._each(f, n.lhs, n.K, n.vector, row, to, 1)

@@ -136,7 +136,7 @@ class GroupedWriter(GemmWriter):
         return self.nest.decoded and super()._fuses_epilogue()
 
     def _pack_rhs(self, name: str = "pack_rhs", counter: int = 0) -> None:
-        self._function(name).finish()
+        self._phase(name).finish()
         if self.nest.decoded:
             self._decode()
 
@@ -180,7 +180,7 @@ class GroupedWriter(GemmWriter):
 
     def _pc_loop(self, f: Function, block: Block) -> None:
         if self.nest.decoded:
-            own = self._scratch(f, f.add(self.nest.threads_at, f.mul(f.thread_number(), self.nest.thread_bytes)))
+            own = self._scratch(f, f.add(self.nest.threads_at, f.mul("%thread", self.nest.thread_bytes)))
             f.call("decode", ("ptr", block.rhs), ("ptr", own))
             block = replace(block, rhs=own)
         super()._pc_loop(f, block)

@@ -1,0 +1,170 @@
+"""Numbers of threads: of processors that this process may use, and of threads that a call may."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import os
+import threading
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from functools import cache, wraps
+from pathlib import Path
+from typing import ParamSpec, TypeVar
+
+import torch
+
+from tilewright.errors import InputError
+
+CGROUPS = Path("/sys/fs/cgroup")
+P = ParamSpec("P")
+R = TypeVar("R")
+
+_said = threading.local()
+_told: list[Callable[[int, bool], None]] = []
+
+
+@cache
+def usable() -> int:
+    """Processors that this process may keep busy: those of its affinity, but no more than its control group's quota of time."""
+    share = quota()
+    return affine() if share is None else max(1, min(affine(), math.floor(share)))
+
+
+def affine() -> int:
+    """Processors of this process's affinity."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def quota(of: Path = Path("/proc/self/cgroup"), at: Path = CGROUPS) -> float | None:
+    """Processors' worth of time that the control groups of this process grant it, the least of all levels; None if any amount.
+
+    Sources: Linux, Documentation/admin-guide/cgroup-v2.rst (cpu.max), scheduler/sched-bwc.rst (cpu.cfs_quota_us).
+    """
+    shares: list[float] = []
+    for line in _read(of).splitlines():
+        number, controllers, path = [*line.split(":", 2), "", ""][:3]
+        unified = number == "0" and not controllers
+        if not unified and "cpu" not in controllers.split(","):
+            continue
+        roots = [at, at / "unified"] if unified else [at / controllers, at / "cpu"]
+        parts = [p for p in path.split("/") if p not in ("", "..")]
+        for root in roots:
+            for depth in range(len(parts) + 1):  # of a container, the path may name what only its host sees
+                folder = root.joinpath(*parts[:depth])
+                granted = _read(folder / "cpu.max").split() if unified else []
+                granted = granted or [_read(folder / f"cpu.cfs_{what}_us").strip() for what in ("quota", "period")]
+                if len(granted) == 2 and granted[0].isdigit() and granted[1].isdigit() and int(granted[1]):
+                    shares.append(int(granted[0]) / int(granted[1]))
+    return min(shares, default=None)
+
+
+def _read(path: Path) -> str:
+    return os.fsdecode(_bytes(path))
+
+
+def count() -> int:
+    """Threads that kernels may use which this thread calls now: as many as `limited` says, else torch's, but no more than the
+    machine has for this process."""
+    return getattr(_said, "count", 0) or min(torch.get_num_threads(), usable())
+
+
+def check(threads: object) -> int | None:
+    """A number of threads as users give it; None leaves it to torch and the machine.
+
+    Raises:
+        InputError: it is none.
+    """
+    if threads is None or (isinstance(threads, int) and not isinstance(threads, bool) and threads >= 1):
+        return threads
+    raise InputError(f"threads={threads!r} is no number of threads", hint="1 or more; None for as many as torch has")
+
+
+@contextmanager
+def limited(threads: int | None, *, gathered: bool = False) -> Generator[None]:
+    """A context in which the calling thread's kernels, and torch's operations between them, use so many threads; with None as
+    many as before, and no more than the machine has for this process. `gathered`: calls begin when all of them are there, so
+    that races show."""
+    before, of_torch = getattr(_said, "count", 0), torch.get_num_threads()
+    wanted = threads or before or min(of_torch, usable())
+    if wanted == of_torch and threads in (None, before) and not gathered:
+        yield
+        return
+    _say(threads or before, gathered)
+    _set_of_torch(wanted)
+    try:
+        yield
+    finally:
+        _set_of_torch(of_torch)
+        _say(before)
+
+
+def threaded(function: Callable[P, R]) -> Callable[P, R]:
+    """The function, run with as many threads as its argument `threads` says (`limited`).
+
+    Raises:
+        InputError: it is no number of threads.
+    """
+
+    @wraps(function)
+    def run(*args: P.args, **kwargs: P.kwargs) -> R:
+        with limited(check(kwargs.get("threads"))):
+            return function(*args, **kwargs)
+
+    return run
+
+
+def adopt(threads: int) -> None:
+    """Have the calling thread use so many threads from now on, as in `limited`, and torch all over the process."""
+    torch.set_num_threads(threads)
+    _say(threads)
+
+
+def tell(told: Callable[[int, bool], None]) -> None:
+    """Have `told` called, on the thread that it is for, with what `limited` says: the number, or 0 where it says none, and
+    whether calls are gathered."""
+    _told.append(told)
+    told(getattr(_said, "count", 0), False)
+
+
+def _say(threads: int, gathered: bool = False) -> None:
+    _said.count = threads
+    for told in _told:
+        told(threads, gathered)
+
+
+def _set_of_torch(threads: int) -> None:
+    """Set torch's threads for the calling thread; for all where torch has no OpenMP."""
+    (_openmp() or torch.set_num_threads)(threads)
+
+
+@cache
+def _openmp() -> Callable[[int], object] | None:
+    """`omp_set_num_threads` of the OpenMP runtime that torch counts its threads by: it holds for the calling thread alone, and
+    torch's own function for threads that other code starts meanwhile, too."""
+    before = torch.get_num_threads()
+    for path in _loaded_openmp():
+        found = getattr(ctypes.CDLL(path), "omp_set_num_threads", None)
+        if found is None:
+            continue
+        found.restype = None
+        found(before + 1)
+        changed = torch.get_num_threads() == before + 1
+        found(before)
+        if changed:
+            return found
+    return None
+
+
+def _loaded_openmp() -> list[str]:
+    """OpenMP runtimes mapped into the process."""
+    lines = os.fsdecode(_bytes(Path("/proc/self/maps"))).splitlines()  # files may be called anything
+    mapped = [line.split(maxsplit=5)[-1] for line in lines if any(n in line for n in ("libgomp", "libomp", "libiomp"))]
+    return [path for path in dict.fromkeys(mapped) if Path(path).is_file()]
+
+
+def _bytes(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError:
+        return b""

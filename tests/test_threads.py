@@ -1,0 +1,142 @@
+"""Numbers of threads: of the machine, of control groups, and as users say them."""
+
+import threading
+
+import pytest
+import torch
+from click.testing import CliRunner
+
+import tilewright
+from tilewright import threads
+from tilewright.cli.verbs import cli
+from tilewright.errors import InputError
+from tilewright.frontends import LoadOptions
+
+
+@pytest.mark.parametrize(
+    ("lines", "files", "wanted"),
+    [
+        ("0::/\n", {}, None),
+        ("0::/box\n", {"cpu.max": "max 100000\n", "box/cpu.max": "250000 100000\n"}, 2.5),
+        ("0::/box/inner\n", {"box/cpu.max": "150000 100000\n", "box/inner/cpu.max": "400000 100000\n"}, 1.5),
+        ("0::/seen/by/the/host\n", {"cpu.max": "50000 100000\n"}, 0.5),
+        ("0::/\n", {"unified/cpu.max": "50000 100000\n"}, 0.5),
+        ("0::/../box\n", {"cpu.max": "what\n"}, None),
+        ("4:cpu:/a\n0::/\n", {"cpu/a/cpu.cfs_quota_us": "200000\n", "cpu/a/cpu.cfs_period_us": "100000\n"}, 2.0),
+        ("4:cpu,cpuacct:/a\n", {"cpu,cpuacct/cpu.cfs_quota_us": "70000\n", "cpu,cpuacct/cpu.cfs_period_us": "100000\n"}, 0.7),
+        ("4:cpu:/a\n", {"cpu/a/cpu.cfs_quota_us": "-1\n", "cpu/a/cpu.cfs_period_us": "100000\n"}, None),
+        ("nonsense", {}, None),
+    ],
+)
+def test_the_least_quota_of_all_control_groups_counts(tmp_path, lines, files, wanted):
+    (tmp_path / "own").write_text(lines)
+    for name, content in files.items():
+        file = tmp_path / "groups" / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(content)
+    assert threads.quota(tmp_path / "own", tmp_path / "groups") == wanted
+
+
+@pytest.mark.parametrize(("share", "affine", "wanted"), [(None, 8, 8), (2.5, 8, 2), (0.3, 8, 1), (16.0, 4, 4)])
+def test_a_process_may_keep_no_more_processors_busy_than_it_is_granted(monkeypatch, share, affine, wanted):
+    monkeypatch.setattr(threads, "quota", lambda: share)
+    monkeypatch.setattr(threads, "affine", lambda: affine)
+    assert threads.usable.__wrapped__() == wanted
+
+
+def test_torch_s_threads_are_as_many_as_said_for_the_calling_thread_alone(monkeypatch):
+    monkeypatch.setattr(threads, "usable", lambda: 6)
+    before, seen = torch.get_num_threads(), []
+    with threads.limited(before + 2):
+        assert threads.count() == torch.get_num_threads() == before + 2
+        other = threading.Thread(target=lambda: seen.append((threads.count(), torch.get_num_threads())))
+        other.start()
+        other.join()
+        with threads.limited(None):
+            assert threads.count() == before + 2
+        with threads.limited(1):
+            assert threads.count() == torch.get_num_threads() == 1
+        assert threads.count() == before + 2
+    assert threads.count() == torch.get_num_threads() == before
+    assert seen == [(before, before)]
+
+
+def test_without_a_word_torch_has_no_more_threads_than_the_machine(monkeypatch):
+    before = torch.get_num_threads()
+    torch.set_num_threads(7)
+    try:
+        monkeypatch.setattr(threads, "usable", lambda: 3)
+        assert threads.count() == 3
+        with threads.limited(None):
+            assert torch.get_num_threads() == 3
+        assert torch.get_num_threads() == 7
+        monkeypatch.setattr(threads, "usable", lambda: 9)
+        assert threads.count() == 7
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("wrong", [0, -1, 1.5, "2", True])
+def test_what_is_no_number_of_threads_is_told(wrong):
+    with pytest.raises(InputError, match="is no number of threads"):
+        threads.check(wrong)
+
+
+@pytest.fixture
+def counts(monkeypatch):
+    """Numbers of threads that parts of programs were called with."""
+    from tilewright.runtime.executable import Executable
+
+    seen = []
+    run = Executable._run
+    monkeypatch.setattr(Executable, "_run", lambda *given: seen.append(threads.count()) or run(*given))
+    return seen
+
+
+def test_a_program_runs_on_as_many_threads_as_it_was_compiled_for(counts):
+    module, x = torch.nn.Linear(64, 48).eval(), torch.randn(8, 64)
+    before = threads.count()
+    other = tilewright.compile(module, example_inputs=(x,), budget_s=0)
+    program = tilewright.compile(module, example_inputs=(x,), budget_s=0, threads=3)
+    assert (program.threads, other.threads) == (3, None)
+    for made in (program, other):
+        torch.testing.assert_close(made(x), module(x), rtol=1e-4, atol=1e-5)
+    tilewright.matmul(x, x.T, budget_s=0, threads=3)
+    tilewright.matmul(x, x.T, budget_s=0)
+    rows = tilewright.compile_rows(
+        lambda m: tilewright.load(module, LoadOptions(example_inputs=(torch.empty(m, 64),))), last=4, budget_s=0.1, threads=3
+    )
+    torch.testing.assert_close(rows(x[:3]), module(x[:3]), rtol=1e-4, atol=1e-5)
+    assert counts == [3, before, 3, before, 3]
+    assert threads.count() == torch.get_num_threads() == before
+
+
+def test_layers_run_on_as_many_threads_as_they_say(counts):
+    model, x = torch.nn.Sequential(torch.nn.Linear(64, 48), torch.nn.Linear(48, 32)), torch.randn(4, 64)
+    tilewright.quantize_(model, "w8", threads=3)
+    model[1].threads = None
+    wanted = model(x)
+    counts.clear()
+    torch.testing.assert_close(model(x), wanted)
+    assert counts == [3, threads.count()]
+    with pytest.raises(InputError, match="is no number of threads"):
+        tilewright.Linear(model[0].weight.plain, threads=0)
+
+
+def test_the_command_line_says_how_many_threads(counts):
+    before = threads.count()
+    try:
+        done = CliRunner().invoke(cli, ["gemm", "f32[8,16] @ f32[16,8]", "--budget", "0", "--threads", "3"])
+        assert done.exit_code == 0, done.output
+        assert set(counts) == {3}
+    finally:
+        threads.adopt(before)
+        threads._say(0)
+    wrong = CliRunner().invoke(cli, ["gemm", "f32[8,16] @ f32[16,8]", "--threads", "0"])
+    assert wrong.exit_code == 2 and "--threads" in wrong.output
+
+
+@pytest.mark.parametrize("call", [tilewright.compile, tilewright.compile_rows])
+def test_compiling_for_no_threads_is_refused(call):
+    with pytest.raises(InputError, match="threads=0 is no number of threads"):
+        call("f32[8,8] @ f32[8,8]", threads=0)
