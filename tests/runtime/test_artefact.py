@@ -356,6 +356,8 @@ def test_other_files_are_told_what_they_are(tmp_path):
         tilewright.load_program(tmp_path / "none.twp")
     with pytest.raises(InputError, match="an argument of type int"):
         tilewright.load_program(3)  # type: ignore[arg-type]
+    with pytest.raises(InputError, match="an argument of type NoneType"):
+        PROGRAMS["f32"]()[0].save(None)  # type: ignore[arg-type]
     path, _, _ = saved(tmp_path)
     path.write_bytes(path.read_bytes().replace(b'"version":"1"', b'"version":"7"'))
     with pytest.raises(InputError, match="version 7 of the format, 1 wanted"):
@@ -386,7 +388,7 @@ def test_what_does_not_fit_here_is_compiled(tmp_path, monkeypatch, caplog, why):
     path, inputs, wanted = saved(tmp_path)
     here = artefact._machine(detect("cpu"))
     if why == "features":
-        monkeypatch.setattr(artefact, "_machine", lambda _: replace(here, features=frozenset(sorted(here.features)[1:])))
+        monkeypatch.setattr(artefact, "_machine", lambda _: replace(here, features=here.features[1:]))
         words = "for a processor with"
     elif why == "version":
         monkeypatch.setattr(artefact, "_made_by", lambda: "abc")

@@ -14,6 +14,7 @@ import inspect
 import io
 import os
 import platform
+import re
 import secrets
 import stat
 import sys
@@ -68,6 +69,10 @@ if TYPE_CHECKING:
     from tilewright.ir.graph import Value
 
 KEY_BYTES = 32
+# What LLVM generates code for, as /proc/cpuinfo names it. Other features say how the machine is run: `hypervisor`.
+_INSTRUCTIONS = re.compile(
+    "avx|sse|ssse|fma|f16c|bmi|abm|popcnt|movbe|amx|v?aes|gfni|v?pclmul|sha|adx|cx16|asimd|sve|sme|i8mm|bf16|fp|atomics"
+)
 TRUST = "if you trust the file: trust=True, or --trust; or tilewright.compile(path), which uses its graph alone"
 # Modules whose functions and numbers a saved program is made of: one of another version is compiled again.
 _VERSIONED = (
@@ -90,14 +95,14 @@ class Machine(msgspec.Struct, frozen=True):
         chip: data file that it matched.
         device: "cpu" or "cuda".
         architecture: the processor's, and the byte order.
-        features: what it reports to have.
+        features: names of instructions that it reports to have, sorted; of a GPU all that it reports.
     """
 
     name: str
     chip: str
     device: DeviceKind
     architecture: str
-    features: frozenset[str]
+    features: tuple[str, ...]
 
 
 class Chosen(msgspec.Struct, frozen=True):
@@ -292,7 +297,8 @@ def _write(program: Executable, file: IO[bytes]) -> None:
 
 def _machine(target: Target) -> Machine:
     architecture = f"{platform.machine()} {sys.byteorder}"
-    return Machine(target.name, target.chip.name, target.kind, architecture, target.features)
+    features = sorted(f for f in target.features if target.kind != "cpu" or _INSTRUCTIONS.match(f))
+    return Machine(target.name, target.chip.name, target.kind, architecture, tuple(features))
 
 
 @cache
@@ -331,7 +337,7 @@ def _key() -> bytes | None:
 
 
 def _make_key(file: Path) -> None:
-    """Of processes that do so at once, one makes it."""
+    """Make a key, unless another process does so first."""
     descriptor, name = tempfile.mkstemp(dir=file.parent)  # readable by the owner alone
     try:
         with os.fdopen(descriptor, "wb") as out:
@@ -378,7 +384,7 @@ def load(container: Container, made: type[E], *, trust: bool, device: str | torc
 
 
 def _target(machine: Machine, device: str | torch.device | None) -> tuple[Target, str | None]:
-    """Where to run, and why that is not what a program was compiled for."""
+    """Choose where to run, and say why that is not what a program was compiled for, if it is not."""
     if device is not None:
         return detect(device), None
     try:
@@ -392,7 +398,7 @@ def _elsewhere(whole: Whole, target: Target) -> str | None:
     here, there = _machine(target), whole.machine
     if (here.device, here.chip, here.architecture) != (there.device, there.chip, there.architecture):
         return f"it is for {there.name} ({there.chip}, {there.device}), and this is {here.name} ({here.chip}, {here.device})"
-    missing = sorted(there.features - here.features)
+    missing = [f for f in there.features if f not in here.features]
     if missing:
         return f"it is for a processor with {', '.join(missing[:3])}"
     return None if whole.made_by == _made_by() else "another version of Tilewright made it, which calls kernels in another way"

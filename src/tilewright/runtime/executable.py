@@ -7,12 +7,13 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar, cast
 
 import torch
 
-from tilewright.errors import AnotherWayError, InputError, TypeMismatchError, UnsupportedError, counted, visible
+from tilewright.errors import AnotherWayError, InputError, TypeMismatchError, UnsupportedError, check_type, counted, visible
 from tilewright.hardware.target import Target
 from tilewright.ir.anchor import ANCHORS
 from tilewright.ir.evaluate import evaluate_nodes, evaluator
@@ -219,7 +220,7 @@ class Executable:
 
         return unpickled, (artefact_of(self), type(self))
 
-    def save(self, path: str | Path) -> None:
+    def save(self, path: str | PathLike[str]) -> None:
         """Write the program to a file, whole or not at all: its graph, weights, decisions and machine code.
 
         `tilewright.load_program` reads it back, without what compiled it (docs/artefacts.md). State is written as it is now.
@@ -230,6 +231,7 @@ class Executable:
         """
         from tilewright.runtime.artefact import save
 
+        check_type(path, (str, PathLike), "path", '"model.twp"')
         save(self, Path(path))
 
     @property

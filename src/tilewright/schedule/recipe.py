@@ -74,7 +74,7 @@ Recipe = Called | Prepared | Checked | Built | Split
 
 
 class Parts(Protocol):
-    """Where a recipe leaves what is no small data. Each gives the name under which it is found again."""
+    """A place for what is no small data. Each method gives the name under which it is found again."""
 
     def code(self, content: bytes) -> str:
         """Leave object code."""
