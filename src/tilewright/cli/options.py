@@ -155,7 +155,7 @@ budget_option = click.option(
     "--budget",
     type=NOT_NEGATIVE,
     metavar="SECONDS",
-    help="Time that choosing kernels may take in all; 0 measures none.",
+    help="Seconds from the command to its answer; 0 measures none.",
 )
 threads_option = click.option(
     "--threads",

@@ -17,6 +17,7 @@ from tilewright.runtime.executable import Executable, Posed, kernel_step
 from tilewright.schedule.measure import synchronize
 from tilewright.schedule.problem import AnyProblem
 from tilewright.schedule.search import Decision
+from tilewright.schedule.worker import begin
 from tilewright.threads import limited
 
 if TYPE_CHECKING:
@@ -48,6 +49,9 @@ class Background:
         self._done = self._total = self._replaced = 0
         self._thread = threading.Thread(target=self._work, name="tilewright search", daemon=True)
         _all.add(self)
+        begin()
+        atexit.unregister(_end)
+        atexit.register(_end)  # last, and so called before the worker is ended
         self._thread.start()
 
     def __str__(self) -> str:
@@ -129,8 +133,7 @@ def _same(a: Decision, b: Decision) -> bool:
 _all = WeakSet[Background]()
 
 
-@atexit.register
 def _end() -> None:
-    """End the searches with the process: none may hold a worker when its parent goes."""
+    """End the searches with the process, while they have a worker."""
     for each in list(_all):
         each.stop(ENDS_S)
