@@ -20,6 +20,7 @@ from tilewright.ir.pattern import Trace
 from tilewright.program import Program
 from tilewright.runtime.executable import prepare
 from tilewright.runtime.partition import Part, decided, parts_for, problem_of_part
+from tilewright.schedule.ahead import Job
 from tilewright.schedule.buckets import Buckets, PackingVariants, bucketed, recalled, recorded
 from tilewright.schedule.candidate import LAST_RESORT, discover, plan_for
 from tilewright.schedule.problem import AnyProblem, Problem
@@ -115,15 +116,16 @@ class AnyRows:
             self._cut[rows] = _Cut.of(self._graph_at(rows), self.target)
         return self._cut[rows]
 
-    def unknown(self, rows: int) -> list[AnyProblem]:
-        """The problems for a number of rows that nobody has chosen a kernel for, in this process or another."""
+    def to_build(self, rows: int) -> tuple[list[AnyProblem], list[Job]]:
+        """The problems for a number of rows that nobody has chosen a kernel for, in this process or another; and the points
+        that came with the package, where nobody has built them."""
         with self._lock:
             family = self._family(rows)
             asked = [p for p in self._cut_for(rows).problems if self._key(p, family) not in _decided]
             if not asked:
-                return []
+                return [], []
             known = TuningDatabase(self.target, user_cache(), family="" if family is None else family.name)
-            return [p for p in asked if not known.known(p, 0)]
+            return [p for p in asked if not known.known(p, 0)], [*known.to_build(asked)]
 
     def __call__(self, *args: object, **kwargs: object) -> object:
         """Run it on arrays; one input's extent says how many rows there are.

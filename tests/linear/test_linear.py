@@ -523,14 +523,14 @@ def test_a_model_is_prepared_layer_by_layer_and_compiled_for_at_once(monkeypatch
     model = torch.nn.Sequential(*[torch.nn.Linear(96, 96) for _ in range(3)], torch.nn.Linear(96, 48))
     tilewright.quantize_(model, "w4g32")
     asked = []
-    monkeypatch.setattr(kernels, "compile_ahead", lambda problems, target, *, first: asked.append((problems, first)))
+    monkeypatch.setattr(kernels, "compile_ahead", lambda p, target, *, first, chosen: asked.append((p, first, chosen)))
     monkeypatch.setattr("tilewright.linear.replace.detect", lambda device: dataclasses.replace(detect(device), kind="cuda"))
     tilewright.prepare(model, [1, 2, 1])
     assert all(set(layer.candidates()) == {1, 2} for layer in model)
-    ((problems, first),) = asked
-    assert first and sorted((p.M, p.N) for p in problems) == [(1, 48), (1, 96), (2, 48), (2, 96)]
+    ((problems, first, chosen),) = asked
+    assert first and not chosen and sorted((p.M, p.N) for p in problems) == [(1, 48), (1, 96), (2, 48), (2, 96)]
     tilewright.prepare(model, 2)
-    assert asked[1:] == [([], True)]
+    assert asked[1:] == [([], True, [])]
     with pytest.raises(InputError, match="no kernel for 0 rows"):
         tilewright.prepare(model, [1, 0])
     with pytest.raises(InputError, match="an argument of type list \\(model\\)"):

@@ -26,7 +26,7 @@ from tilewright.ir.types import TensorType
 from tilewright.m_dispatch import MOST_ROWS, AnyRows, compile_rows, known_rows
 from tilewright.program import Program
 from tilewright.runtime.quantized_weight import QuantizedWeight
-from tilewright.schedule.ahead import compile_ahead
+from tilewright.schedule.ahead import Job, compile_ahead
 from tilewright.schedule.buckets import Buckets
 from tilewright.schedule.packed import unwritten
 from tilewright.schedule.problem import AnyProblem
@@ -298,16 +298,17 @@ class Kernels:
             self._programs.update(made)
             self._ready.update({rung: program.run for rung, program in made.items()})
 
-    def unknown(self, rows: Iterable[int]) -> list[AnyProblem]:
-        """The problems for so many rows that no kernel was chosen for yet, in this process or another."""
+    def to_build(self, rows: Iterable[int]) -> tuple[list[AnyProblem], list[Job]]:
+        """What `AnyRows.to_build` gives, for so many rows together."""
         at = self._shared.rows if self._shared is not None else self._own
         assert at is not None
         rungs = dict.fromkeys(rung for count in rows for _, rung in pieces(count, self._most))
-        return [p for rung in rungs if rung not in self._ready for p in at.unknown(rung)]
+        found = [at.to_build(rung) for rung in rungs if rung not in self._ready]
+        return [p for problems, _ in found for p in problems], [job for _, jobs in found for job in jobs]
 
     def _made(self, rungs: Sequence[int]) -> dict[int, Program]:
-        if len(rungs) > 1:
-            compile_first(self.unknown(rungs), detect(self.signature.device))
+        if self._gpu and len(rungs) > 1:
+            compile_first(*self.to_build(rungs), detect(self.signature.device))
         if self._shared is None:
             assert self._own is not None
             made = {rung: self._own.at(rung) for rung in rungs}
@@ -333,13 +334,14 @@ class Kernels:
 _compiled: set[tuple[AnyProblem, str]] = set()
 
 
-def compile_first(problems: Iterable[AnyProblem], target: Target) -> None:
-    """Compile for a GPU, in several processes, what will be tried first for these problems; each problem once."""
+def compile_first(problems: Iterable[AnyProblem], chosen: Iterable[Job], target: Target) -> None:
+    """Compile for a GPU, in several processes, what will be tried first for problems, and chosen points; each problem once."""
     if target.kind == "cpu":
         return
-    wanted = [p for p in dict.fromkeys(problems) if (p, target.device) not in _compiled]
-    _compiled.update((p, target.device) for p in wanted)
-    compile_ahead(wanted, target, first=True)
+    jobs = {job[0]: job for job in chosen if (job[0], target.device) not in _compiled}
+    wanted = [p for p in dict.fromkeys(problems) if (p, target.device) not in _compiled and p not in jobs]
+    _compiled.update((p, target.device) for p in (*jobs, *wanted))
+    compile_ahead(wanted, target, first=True, chosen=list(jobs.values()))
 
 
 def _elsewhere(make: Callable[[Sequence[int]], dict[int, Program]], rungs: Sequence[int]) -> dict[int, Program]:

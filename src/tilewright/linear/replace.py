@@ -6,6 +6,7 @@ import re
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import cast
 from weakref import WeakKeyDictionary
@@ -20,7 +21,6 @@ from tilewright.linear.module import Linear, numbers_of_rows
 from tilewright.rules.calibrate import shares
 from tilewright.runtime.checkpoint import Checkpoint, some
 from tilewright.runtime.quantized_weight import QuantizedWeight, pack
-from tilewright.schedule.problem import AnyProblem
 from tilewright.threads import check
 
 SCHEMES = (
@@ -160,11 +160,9 @@ def prepare(model: torch.nn.Module, rows: int | Iterable[int], dtype: torch.dtyp
     wanted = numbers_of_rows(rows)
     layers = [m for m in model.modules() if isinstance(m, Linear)]
     forms = {kernels.signature: kernels for kernels in (m.kernels(dtype) for m in layers)}
-    unknown: dict[str, list[AnyProblem]] = {}
-    for form, kernels in forms.items():
-        unknown.setdefault(form.device, []).extend(kernels.unknown(wanted))
-    for device, problems in unknown.items():
-        compile_first(problems, detect(device))
+    for device in dict.fromkeys(form.device for form in forms):
+        found = [kernels.to_build(wanted) for form, kernels in forms.items() if form.device == device]
+        compile_first(chain(*(problems for problems, _ in found)), chain(*(jobs for _, jobs in found)), detect(device))
     for layer in layers:
         layer.prepare(wanted, dtype)
 

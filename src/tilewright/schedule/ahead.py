@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from multiprocessing.connection import Connection, wait
 
 from tilewright.hardware.target import Target
-from tilewright.schedule.candidate import MetaPlan, Plan, Precompiled, Refusal, concerns, discover, planned
+from tilewright.schedule.candidate import MetaPlan, Plan, Precompiled, Refusal, Schedule, concerns, discover, planned
 from tilewright.schedule.fork_server import ForkServer, UnavailableError, end_group, used_fork_server
 from tilewright.schedule.problem import AnyProblem
 from tilewright.schedule.search import DEPTH
@@ -23,6 +23,8 @@ from tilewright.schedule.worker import UNTOLD, pickled, settings_here
 POINTS = DEPTH + 2  # of a candidate's space: those that compete from the start and, if processes are left, what comes next
 MOST_PROCESSES = 16
 LIMIT_S = 60.0  # for one kernel
+
+Job = tuple[AnyProblem, str, int | Schedule]  # a candidate's point, or the number of the one that it offers
 
 
 def jobs_for(problems: Sequence[AnyProblem], target: Target) -> list[tuple[AnyProblem, str, int]]:
@@ -46,7 +48,14 @@ def _plans(problem: AnyProblem, target: Target) -> dict[str, Plan]:
     return found
 
 
-def compile_ahead(problems: Sequence[AnyProblem], target: Target, *, within_s: float | None = None, first: bool = False) -> int:
+def compile_ahead(
+    problems: Sequence[AnyProblem],
+    target: Target,
+    *,
+    within_s: float | None = None,
+    first: bool = False,
+    chosen: Sequence[Job] = (),
+) -> int:
     """Compile for problems that are about to be searched; how many points processes were found for.
 
     Nothing that fails is told: it fails again in the search.
@@ -56,13 +65,14 @@ def compile_ahead(problems: Sequence[AnyProblem], target: Target, *, within_s: f
         target: the machine to compile for.
         within_s: seconds by the clock, after which what is not ready is left to the searches.
         first: only what is tried first where nothing is measured.
+        chosen: points beside these, for other problems.
     """
     processes, jobs = min(os.cpu_count() or 1, MOST_PROCESSES), jobs_for(problems, target)
     if first:
         leading = {p: (p, name, at) for p, name, at in reversed(jobs)}
         jobs = [leading[p] for p in dict.fromkeys(problems) if p in leading]
-    jobs = jobs[: max(processes, sum(at < DEPTH for *_, at in jobs))]
-    messages = [m for problem, name, at in jobs if (m := _message(problem, target, name, at)) is not None]
+    wanted: list[Job] = [*chosen, *jobs[: max(processes, sum(at < DEPTH for *_, at in jobs))]]
+    messages = [m for problem, name, at in wanted if (m := _message(problem, target, name, at)) is not None]
     if not messages:
         return 0
     try:
@@ -82,7 +92,7 @@ def compile_ahead(problems: Sequence[AnyProblem], target: Target, *, within_s: f
     return len(messages) if compile_workers else 0
 
 
-def _message(problem: AnyProblem, target: Target, name: str, at: int) -> bytes | None:
+def _message(problem: AnyProblem, target: Target, name: str, at: int | Schedule) -> bytes | None:
     """The message that has a compile worker compile a point; None if the problem cannot be pickled."""
     with contextlib.suppress(*UNTOLD):
         return pickled(("compile", problem, target, settings_here(), name, at))

@@ -20,6 +20,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
+import itertools
 import math
 import os
 import secrets
@@ -52,11 +53,12 @@ from tilewright.schedule.candidate import (
     planned,
     refusing,
 )
-from tilewright.schedule.key import budgets_for, circumstances, digest_of
+from tilewright.schedule.key import UNMEASURED, budgets_for, circumstances, digest_of
 from tilewright.schedule.problem import AnyProblem
 from tilewright.schedule.record import Key, Loser, Record, Table, Verdict
 from tilewright.schedule.record import Refusal as LostRecord
 from tilewright.schedule.search import Decision, Rejected, search
+from tilewright.schedule.shipped import DIGITS, shipped
 from tilewright.threads import count
 
 HINT_S = 0.1  # at most, to time the kernel of a record from elsewhere
@@ -124,7 +126,7 @@ class TuningDatabase:
     def find(self, problem: AnyProblem, weights: Mapping[int, torch.Tensor], budget_s: float) -> Decision | None:
         """The decision of a search of `budget_s` or more in the same circumstances, if it still holds."""
         refused = {r.candidate for r in self._refusals(problem)}
-        for record, foreign in self._records(problem, budget_s):
+        for record, foreign, text in self._records(problem, budget_s):
             if record.candidate in refused:
                 continue
             schedule = Schedule(record.knobs)
@@ -133,33 +135,50 @@ class TuningDatabase:
                 if tried is not None:
                     return tried
                 continue
-            decision = self.again(problem, record.candidate, schedule, weights)
+            decision = self.again(problem, record.candidate, schedule, weights, text=text)
             if decision is None:
                 continue
             losers = tuple(Rejected(r.candidate, r.kind, r.why, Schedule(r.knobs), r.time_us) for r in record.rejected)
             us, noise = record.time_us, record.provisional
             measured = us is not None
             decision = replace(decision, time_us=us, rejected=losers, measured=measured, recalled=measured, provisional=noise)
+            if text is not None and self._cache is not None:  # it holds for this version of the code, and is built here
+                self._cache.put(record)
             if measured:
                 self.settled[record.key.problem] = record
             return decision
         return None
 
+    def to_build(self, problems: Iterable[AnyProblem]) -> list[tuple[AnyProblem, str, Schedule]]:
+        """The points that came with the package, of problems that have nothing of their own yet."""
+        firsts = [(p, next(iter(self._records(p, 0)), None)) for p in problems]
+        return [(p, f[0].candidate, Schedule(f[0].knobs)) for p, f in firsts if f is not None and f[2] is not None]
+
     def again(
-        self, problem: AnyProblem, candidate: str, schedule: Schedule, weights: Mapping[int, torch.Tensor]
+        self,
+        problem: AnyProblem,
+        candidate: str,
+        schedule: Schedule,
+        weights: Mapping[int, torch.Tensor],
+        *,
+        text: str | None = None,
     ) -> Decision | None:
-        """One point of one candidate, built, and verified if it was not before; None if it does not do here."""
+        """One point of one candidate, built, and verified if it was not before; None if it does not do here, or if `text` is
+        given and the digest of what its kernel is generated as does not begin with that."""
         digest, known = None, False
         try:
             (found,) = [c for c in discover() if c.name == candidate and concerns(c, problem, self._target)]
             began = time.perf_counter()
             kernel = kernel_of(plan_for(found, problem, self._target), schedule)
+            if text is not None and kernel.text[:DIGITS] != text:
+                return None
             digest = self._verdict(problem, kernel).digest()
             known = self._cache is not None and self._cache.verdict(digest) is not None
             if known and not _drawn(digest):
                 return Decision(problem, kernel, None, (), False, True, checked_s=time.perf_counter() - began)
         except Exception:  # a candidate may raise anything: the search says what it is
-            pass
+            if text is not None:
+                return None
         decision = repeat(problem, self._target, candidate, schedule, weights)
         if decision is not None:
             self.vouch(decision)
@@ -292,20 +311,44 @@ class TuningDatabase:
         name, digest = budgets_for(budget_s)[-1], self._digests[problem]
         return msgspec.structs.replace(self._circumstances, budget=name, problem=digest, family=self.family)
 
-    def _records(self, problem: AnyProblem, budget_s: float) -> Iterator[tuple[Record, bool]]:
-        """Those that hold in these circumstances, and whether they came from elsewhere."""
+    def key_of(self, problem: AnyProblem, budget_s: float) -> Key:
+        """The key of a problem that is searched with so many seconds, weights lying as `of_program` says."""
+        return self._key(problem, budget_s)
+
+    def _shipped(
+        self, problem: AnyProblem, key: Key, names: Sequence[str], *, measuring: bool
+    ) -> Iterator[tuple[Record, bool, str]]:
+        """Those that came with the package, as records, with their texts. Where nothing is measured, it does not count where
+        weights were."""
+        if self.family:
+            return
+        found = shipped(key)
+        for name, cold in itertools.product(names, (key.cold,) if measuring else (key.cold, not key.cold)):
+            d = found.get((key.problem[:DIGITS], cold, name))
+            if d is not None:
+                own = msgspec.structs.replace(key, budget=name, cold=cold)
+                yield Record(own, str(problem), d.candidate, d.knobs, d.time_us, (), time.time()), False, d.text
+
+    def _records(self, problem: AnyProblem, budget_s: float) -> Iterator[tuple[Record, bool, str | None]]:
+        """Those that hold in these circumstances, whether they came from elsewhere, and the digest of the text for which alone
+        they hold, if there is one."""
         key = self._key(problem, budget_s)
         if self._retry and self._refusals(problem):
             return
         hint = self._hints.get(key.problem)
-        for name in budgets_for(budget_s):
+        names = budgets_for(budget_s)
+        for name in names:
+            if name == UNMEASURED:
+                yield from self._shipped(problem, key, names, measuring=False)
             wanted = msgspec.structs.replace(key, budget=name)
             if self._cache is not None and (found := self._cache.get(wanted)) is not None:
                 if budget_s > 0 and found.provisional and self._quiet():
                     continue
-                yield found, False
+                yield found, False, None
             if hint is not None and hint.key == wanted:
-                yield hint, True
+                yield hint, True, None
+        if budget_s > 0:
+            yield from self._shipped(problem, key, names, measuring=True)
 
     def _quiet(self) -> bool:
         """Tell whether times taken now would be reliable."""

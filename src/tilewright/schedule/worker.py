@@ -346,14 +346,15 @@ class _Host:
             problem, target, weights, watched=True, cold=settings["cold"], counts=counts, pulse=self._pulse, at=self._at
         )
 
-    def _compile(self, problem: AnyProblem, target: Target, settings: dict[str, Any], name: str, at: int) -> None:
-        """Compile one of a candidate's points, if there is such a point. What fails here fails again where it is built, and is
-        told of there."""
+    def _compile(self, problem: AnyProblem, target: Target, settings: dict[str, Any], name: str, at: int | Schedule) -> None:
+        """Compile a candidate's point, or the one of a number, if there is such a point. What fails here fails again where it
+        is built, and is told of there."""
         torch.set_float32_matmul_precision(settings["precision"])
         with contextlib.suppress(Exception):
             plan = planned(_find((name, None)), problem, target)
             if isinstance(plan, Precompiled):
-                for schedule in itertools.islice(plan.schedules(), at, at + 1):
+                points = (at,) if isinstance(at, Schedule) else itertools.islice(plan.schedules(), at, at + 1)
+                for schedule in points:
                     plan.compile(schedule)
 
     def _build(self, key: int, where: Address, schedule: Schedule) -> tuple[Schedule, Fault | None, float]:

@@ -1,0 +1,180 @@
+"""Make the decisions that come with the package for the chip at hand (`schedule/shipped.py`).
+
+    python benchmarks/ship.py [--device cuda] [--seconds 280] [--each 1.0] [--family llama]… [--scheme w4g64]… [--dtype bf16]
+                              [--rows 1 --rows 2 …] [--most-ops 2e12] [--model bert.onnx]… [-o FILE]
+
+The linear layers of Llama 3 and 3.2, Qwen 2.5 and 3, Mixtral, BERT and GPT-2, with weights of few bits as `tilewright.Linear`
+has them (`--scheme w4g64`) or as floats (`--scheme float`), by 1 to 8,192 rows, and the problems of model files. What the file
+has already for this version of the code is left out, so that the program can be run again until nothing is left: it stops after
+`--seconds`. Few rows come before many, and Llama before the others. What is measured while other programs are busy is left out.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import click
+import torch
+
+import tilewright
+from tilewright.compiler import optimise
+from tilewright.dtype import dtype as named
+from tilewright.frontends import LoadOptions
+from tilewright.hardware.detect import detect
+from tilewright.hardware.target import Target
+from tilewright.ir.ops import Const
+from tilewright.ir.pattern import Trace
+from tilewright.linear.kernels import constants_of, graph_at
+from tilewright.runtime.partition import decided, parts_for, problem_of_part
+from tilewright.schedule.ahead import compile_ahead
+from tilewright.schedule.measure import last_cache_bytes
+from tilewright.schedule.problem import AnyProblem, Problem
+from tilewright.schedule.search import Decision, search
+from tilewright.schedule.shipped import DIGITS, FOLDER, Place, Shipped, add, measured
+from tilewright.schedule.tuning_database import TuningDatabase
+
+# [in, out] of each layer, and whether it has a bias.
+FAMILIES: dict[str, list[tuple[int, int, bool]]] = {
+    "llama": [  # 3 8B and 70B, 3.2 1B and 3B; apart and joined. Mixtral 8x7B has the layers of 3 8B.
+        *[(4096, n, False) for n in (4096, 1024, 14336, 6144, 28672)], (14336, 4096, False),
+        *[(2048, n, False) for n in (2048, 512, 8192, 3072, 16384)], (8192, 2048, False),
+        *[(3072, n, False) for n in (3072, 1024, 8192)], (8192, 3072, False),
+        *[(8192, n, False) for n in (8192, 1024, 28672, 10240, 57344)], (28672, 8192, False),
+    ],
+    "qwen": [  # 2.5 0.5B, 1.5B and 7B, 3 8B
+        *[(3584, n, True) for n in (3584, 512)], (3584, 18944, False), (18944, 3584, False), (3584, 3584, False),
+        *[(4096, n, False) for n in (4096, 1024, 12288)], (12288, 4096, False),
+        *[(1536, n, True) for n in (1536, 256)], (1536, 8960, False), (8960, 1536, False),
+        *[(896, n, True) for n in (896, 128)], (896, 4864, False), (4864, 896, False),
+    ],
+    "mixtral": [*[(4096, n, False) for n in (4096, 1024, 14336)], (14336, 4096, False)],
+    "bert": [(768, 768, True), (768, 3072, True), (3072, 768, True), (768, 2304, True),
+             (1024, 1024, True), (1024, 4096, True), (4096, 1024, True)],
+    "gpt": [(768, 2304, True), (768, 768, True), (768, 3072, True), (3072, 768, True)],
+}  # fmt: skip
+ROWS = tuple(1 << i for i in range(14))
+
+
+@click.command()
+@click.option("--device", default="cpu")
+@click.option("--seconds", default=280.0)
+@click.option("--each", default=1.0, help="Seconds for measuring a problem.")
+@click.option("--family", "families", multiple=True, type=click.Choice(list(FAMILIES)))
+@click.option("--scheme", "schemes", multiple=True, default=("w4g64",))
+@click.option("--dtype", default="bf16", help="Of activations and of float weights.")
+@click.option("--rows", multiple=True, type=click.IntRange(1, 8192))
+@click.option("--most-ops", default=2e12, help="Multiplications and additions of a problem, at most.")
+@click.option("--model", "models", multiple=True, type=click.Path(path_type=Path))
+@click.option("-o", "--output", type=click.Path(path_type=Path))
+def main(
+    device: str,
+    seconds: float,
+    each: float,
+    families: Sequence[str],
+    schemes: Sequence[str],
+    dtype: str,
+    rows: Sequence[int],
+    most_ops: float,
+    models: Sequence[Path],
+    output: Path | None,
+) -> None:
+    """Measure until the time is over, and add what was found to the file."""
+    until, target = time.monotonic() + seconds, detect(device)
+    file = output or FOLDER / f"{target.chip.name}.json"
+    file.parent.mkdir(exist_ok=True)
+    database = TuningDatabase(target, None)
+    wanted = list(dict.fromkeys(problems(target, families or list(FAMILIES), schemes, dtype, rows or ROWS, most_ops)))
+    there = measured(file, database.key_of(wanted[0], each)) if wanted else set[Place]()
+    left = [p for p in wanted if place(p, target, database, each) not in there]
+    click.echo(f"{len(wanted)} problems of layers, {len(left)} to measure")
+    done = 0
+    ahead = 16 if target.kind != "cpu" else 1
+    for start in range(0, len(left), ahead):
+        some = left[start : start + ahead]
+        if time.monotonic() > until:
+            break
+        if target.kind != "cpu":
+            compile_ahead(some, target, within_s=max(1.0, until - time.monotonic()))
+        found: list[Shipped] = []
+        for problem in some:
+            if time.monotonic() > until:
+                break
+            cold = cold_at(problem, target)
+            decision = search(problem, target, budget_s=each, cold=cold, within_s=max(5.0, 5 * each))
+            found += entries(decision, database, each, cold=cold)
+            done += 1
+        add(file, database.key_of(some[0], each), found)
+    for model in models:
+        if time.monotonic() > until:
+            break
+        budget_s = until - time.monotonic()
+        program = tilewright.compile(model, device=device, budget_s=budget_s, cache=database)
+        decisions = {s.decision.problem: s.decision for s in program.steps if s.decision is not None}
+        weights = {n for n in program.graph.nodes() if isinstance(n.op, Const)}
+        cold = sum(n.tensor.size_bytes for n in weights) > last_cache_bytes(target)
+        found = [e for d in decisions.values() for e in entries(d, database, budget_s / max(len(decisions), 1), cold=cold)]
+        if decisions:
+            add(file, database.key_of(next(iter(decisions)), budget_s), found)
+        click.echo(f"{model.name}: {len(decisions)} problems")
+    click.echo(f"{done} measured, {len(left) - done} left; {file}: {file.stat().st_size if file.exists() else 0:,} bytes")
+
+
+def place(problem: AnyProblem, target: Target, database: TuningDatabase, each: float) -> Place:
+    """What the decision on a problem is found by."""
+    key = database.key_of(problem, each)
+    return key.problem[:DIGITS], cold_at(problem, target), key.budget
+
+
+def entries(decision: Decision, database: TuningDatabase, each: float, *, cold: bool) -> list[Shipped]:
+    """A decision as it is shipped; nothing if it was not measured, or while others kept the machine busy."""
+    if decision.time_us is None or decision.provisional:
+        return []
+    key, kernel = database.key_of(decision.problem, each), decision.kernel
+    us = round(decision.time_us, 2)
+    knobs, text = kernel.schedule.knobs, kernel.text[:DIGITS]
+    return [Shipped(key.problem[:DIGITS], cold, key.budget, kernel.candidate, knobs, us, text)]
+
+
+def cold_at(problem: AnyProblem, target: Target) -> bool:
+    """Tell whether a problem's weights are larger than the caches."""
+    weights = sum(t.size_bytes for t, weight in zip(problem.types, problem.weights, strict=True) if weight)
+    return weights > last_cache_bytes(target)
+
+
+def problems(
+    target: Target, families: Sequence[str], schemes: Sequence[str], dtype: str, rows: Sequence[int], most_ops: float
+) -> Iterator[AnyProblem]:
+    """The problems of the layers, those first that are asked for most."""
+    for count in rows:
+        for family in families:
+            for scheme in schemes:
+                for inner, out, biased in dict.fromkeys(FAMILIES[family]):
+                    if 2.0 * count * inner * out <= most_ops:
+                        yield from _posed(target, scheme, dtype, count, inner, out, biased=biased)
+
+
+def _posed(target: Target, scheme: str, dtype: str, rows: int, inner: int, out: int, *, biased: bool) -> Iterator[AnyProblem]:
+    kind = named(dtype).to_torch()
+    if scheme == "float":
+        with torch.device("meta"):
+            module = torch.nn.Linear(inner, out, bias=biased, dtype=kind).eval()
+            x = torch.empty(rows, inner, dtype=kind)
+        graph = tilewright.load(module, LoadOptions(example_inputs=(x,)))
+    else:
+        model = torch.nn.Sequential(torch.nn.Linear(256, 8, bias=biased, dtype=kind))
+        tilewright.quantize_(model, scheme)
+        (layer,) = model
+        assert isinstance(layer, tilewright.Linear)
+        form = replace(layer.kernels(None).signature, shape=(out, inner), device=target.device)
+        form = form if "g" in scheme else replace(form, group_size=inner)
+        graph = graph_at(form, constants_of(form, lambda name: torch.empty(0)))(rows)
+    for part in parts_for(optimise(graph, Trace()), target):
+        if decided(part) and isinstance(problem := problem_of_part(part)[0], Problem):
+            yield problem
+
+
+if __name__ == "__main__":
+    main()
