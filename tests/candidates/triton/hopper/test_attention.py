@@ -4,6 +4,9 @@ import re
 from dataclasses import replace
 
 import pytest
+import torch
+from attentions import attention
+from ptx import H200, emulate
 
 from tests.candidates.triton.test_attention import bert, flash
 from tests.candidates.triton.test_normalization import gpu
@@ -16,6 +19,7 @@ from tilewright.schedule.problem import problem_of
 
 pytest.importorskip("triton")
 
+from tilewright.candidates.triton.attention.candidate import CANDIDATE as TRITON
 from tilewright.candidates.triton.hopper.attention import candidate as hopper_attention
 from tilewright.candidates.triton.hopper.attention.candidate import points, registers, shared_bytes
 from tilewright.candidates.triton.hopper.attention.kernel import TileConfig, config_of, padded
@@ -191,3 +195,20 @@ def test_every_tile_that_causality_cuts_compares_positions(causal, queries, tile
         if t * 64 + shift < min(start + 128, padded(seen[t])) - 1
     }
     assert text.count("arith.cmpi sge") == len(cut) >= 1
+
+
+@pytest.mark.parametrize("queries", [1, 64])
+@pytest.mark.parametrize("candidate", [TRITON, hopper_attention.CANDIDATE], ids=lambda c: c.name)
+def test_a_row_hidden_by_the_least_number_of_f32_has_equal_weights(candidate, queries):
+    p = problem_of(attention((2, 2, 1, 64, 128, 64, 64), F16, mask=(F32, (2, 1, queries, 128))))
+    q, k, v = (torch.randn(2, 2, n, 64).half() for n in (64, 128, 128))
+    mask = torch.zeros(2, 1, queries, 128)
+    mask[0, ..., 40:] = mask[1] = torch.finfo(torch.float32).min
+    mask[1, ..., :7] = -torch.inf
+    wanted = torch.nn.functional.scaled_dot_product_attention(q.float(), k.float(), v.float(), mask, scale=0.125)
+    kinds = {}
+    for s in plan_for(candidate, p, H200).schedules():
+        kinds.setdefault(dict(s.knobs).get("kernel"), s)
+    for s in kinds.values():
+        (given,) = emulate(candidate, p, s, [q, k, v, mask], fenced_copies=candidate is not TRITON)
+        torch.testing.assert_close(given.float(), wanted, rtol=2e-3, atol=2e-3)

@@ -22,6 +22,7 @@ SPLIT_KERNEL = "tilewright.candidates.triton.attention._split_kv.split_attention
 WORKSPACE = ("parts", "counters")  # arguments of the second one
 LOADED = 64  # sums of a thread that are on their way at a time
 LOG2_E = 1.4426950408889634
+LEAST = -(2.0**127)  # times LOG2_E, f32 has it
 ROUND = 1.5 * 2.0**23  # added to an f32 below 2^22 it leaves the nearest integer, ties to even, in the low bits of the sum
 
 
@@ -260,7 +261,11 @@ class _Generated:
             tile = replace(tile, rows=t.v(f"head * {self.h.queries} + tl.arange(0, 1)"), row_mask=None)
         emitter = Emitter(t, tile, fp8=self.fp8)
         value = emitter.value(mask)
-        return value if mask.root.dtype is PRED else emitter.convert(value, mask.root.dtype, F32)
+        if mask.root.dtype is PRED:
+            return value
+        value = emitter.convert(value, mask.root.dtype, F32)
+        # As a power of two, the least number of f32 would be an infinity, and a row all of whose keys it hides no number.
+        return t.call("where", f"({value} < {LEAST}) & ({value} > float('-inf'))", f"{LEAST}", value)
 
     def _round_weights(self, *, ragged: bool) -> Function:
         """Makes weights as they enter the second product, of those with the largest of a row one."""

@@ -13,6 +13,7 @@ ROWS = gl.constexpr(kernel.ROWS)
 CHUNK = gl.constexpr(kernel.CHUNK)
 TO_POWERS_OF_2 = gl.constexpr(LOG2_E)
 HIDDEN = gl.constexpr(float("-inf"))
+LEAST = gl.constexpr(-3.4028234663852886e38)  # of f32
 SHOWN = gl.constexpr(float("inf"))
 PRODUCER_REGISTERS = gl.constexpr(24)  # of a thread, of 64K in all
 
@@ -104,13 +105,21 @@ def load_rows(i, head, row, desc, buffers, full, rows: gl.constexpr, columns: gl
 
 
 @gluon.jit
+def in_powers_of_2(bias):
+    """A bias of scores as a power of two. What is finite stays so: a row all of whose keys are hidden by the least number of
+    f32 has equal weights, as by definition, and no infinities that cancel."""
+    power = bias * TO_POWERS_OF_2
+    return gl.where((power == HIDDEN) & (bias > HIDDEN), LEAST, power)
+
+
+@gluon.jit
 def mask_of_keys(head, key, size: gl.constexpr, ragged: gl.constexpr, side, config, mask):
     """A row that masks some keys: the least of scores and it is taken (infinities), or it is added."""
     layout: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [1, 1], [1, 0])
     keys = key + gl.arange(0, size, gl.SliceLayout(0, layout))
     read = mask(head, gl.arange(0, 1, gl.SliceLayout(1, layout)), keys, ragged, side)
     if config.additive_bias:
-        return gl.max(read * TO_POWERS_OF_2, 0)
+        return gl.max(in_powers_of_2(read), 0)
     else:
         return gl.max(gl.where(read, SHOWN, HIDDEN), 0)
 

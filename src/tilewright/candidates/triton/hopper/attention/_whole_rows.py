@@ -33,12 +33,12 @@ from tilewright.candidates.triton.hopper.attention._parts import (
     HIDDEN,
     PRODUCER_REGISTERS,
     ROWS,
-    TO_POWERS_OF_2,
     allocate,
     apply_mask_of_keys,
     base_of,
     first_rows,
     fragment,
+    in_powers_of_2,
     inverse_of,
     load_rows,
     mask_of_keys,
@@ -113,7 +113,7 @@ def apply_mask(scores, i: gl.constexpr, head, tile, whole, scales, side, config,
     size: gl.constexpr = scores.shape[1]
     if config.additive_bias:
         read = mask_of(layout, size, i, head, tile, side, config, mask)
-        scores = gl.fma(scores, scales[2], read * TO_POWERS_OF_2)
+        scores = gl.fma(scores, scales[2], in_powers_of_2(read))
     elif config.masked and (not config.key_padding_mask or whole[i] == 0):
         scores = gl.where(mask_of(layout, size, i, head, tile, side, config, mask), scores, HIDDEN)
     return scores
