@@ -26,7 +26,6 @@ from tilewright.report.explain.explain import explain_program
 from tilewright.report.explain.findings import Reasons, fallback, unfused
 from tilewright.report.measure.timing import Rounds, device_us, wall_us
 from tilewright.report.measure.work import Work, describe, work_of
-from tilewright.report.text import console
 from tilewright.report.text.console import progress
 from tilewright.report.words import count, listing, percent, small, us
 from tilewright.runtime.executable import Executable
@@ -269,18 +268,6 @@ def test_rounds_are_counted_and_budgeted(time_runs: Callable[..., list[float]]) 
 class Terminal(io.StringIO):
     def isatty(self) -> bool:
         return True
-
-
-def test_progress_is_a_line_now_and_then_in_a_log(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = [100.0]
-    monkeypatch.setattr(console.time, "monotonic", lambda: now[0])
-    monkeypatch.setattr(sys, "stderr", io.StringIO())
-    with progress("choosing kernels") as show:
-        for done, at in enumerate([101.0, 114.0, 116.0, 117.0, 132.0]):
-            now[0] = at
-            show(done, 9, f"product {done}")
-    said = sys.stderr.getvalue()  # type: ignore[attr-defined]
-    assert said == ("choosing kernels: 2 of 9 after 16 s, product 2\nchoosing kernels: 4 of 9 after 32 s, product 4\n")
 
 
 @pytest.mark.parametrize("columns", [40, 80, 160])
