@@ -1,5 +1,5 @@
-# Every target sets up .venv by itself. PYTHON picks the interpreter (3.11 or 3.12).
-PYTHON ?= $(shell command -v python3.11 || command -v python3.12 || command -v python3)
+# Every target sets up .venv by itself. PYTHON picks the interpreter (3.11 to 3.14).
+PYTHON ?= $(shell command -v python3.11 || command -v python3.12 || command -v python3.13 || command -v python3.14 || command -v python3)
 BIN := .venv/bin
 STAMP := .venv/.installed
 

@@ -279,7 +279,8 @@ class Product(msgspec.Struct, frozen=True):
 
 
 class Explain(msgspec.Struct, frozen=True, kw_only=True):
-    """`explain --json`. `noise`: why times of its products are not reliable, "" if they are."""
+    """`explain --json`. `noise`: why times of its products are not reliable, "" if they are; `notes`: a sentence on each
+    installed package that is newer than those that were tried."""
 
     noise: str = ""
     program: str
@@ -290,6 +291,7 @@ class Explain(msgspec.Struct, frozen=True, kw_only=True):
     steps: dict[str, int] = msgspec.field(default_factory=dict[str, int])
     steps_per_layer: int | None = None
     quantized: Quantized | None = None
+    notes: list[str] = msgspec.field(default_factory=list[str])
 
 
 class Gemm(msgspec.Struct, frozen=True, kw_only=True):

@@ -25,6 +25,7 @@ from tilewright.report.program import target_name, tensor_types
 from tilewright.report.schema import Comparison, Explain, Finding, Gemm, Product, Quantized, Store
 from tilewright.runtime.executable import Executable, Step
 from tilewright.schedule.search import Decision
+from tilewright.versions import untried
 
 if TYPE_CHECKING:
     from tilewright.ir.graph import Value
@@ -63,6 +64,7 @@ def explain_program(
         steps=counts(program.steps),
         steps_per_layer=steps_per_layer(program.steps),
         quantized=quantized,
+        notes=untried(),
     )
 
 

@@ -29,6 +29,8 @@ def print_explain(out: Console, report: Explain) -> None:
     kinds = ", ".join(f"{kind} {n:,}" for kind, n in report.steps.items())
     layer = f"; {report.steps_per_layer} a layer, from one attention up to the next" if report.steps_per_layer else ""
     line(out, f"{count(sum(report.steps.values()), 'step')}: {kinds}{layer}.")
+    for note in report.notes:
+        line(out, f"Note: {note}.")
     print_quantized(out, report.quantized)
     for i, p in enumerate(report.products, start=1):
         _product(out, i, p)
