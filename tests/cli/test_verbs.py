@@ -9,9 +9,11 @@ from pathlib import Path
 
 import ml_dtypes
 import numpy as np
+import onnx
 import pytest
 import torch
 from cli_programs import FAST, block, install_ceilings, install_fake_library, install_wrong_kernel, invoke, write
+from onnx import helper
 from paths import ROOT
 from races import StillMeter
 
@@ -186,6 +188,14 @@ def test_verify_agrees_and_prints_the_worst_of_each_kind(program: str) -> None:
     words = " ".join(result.stdout.split())
     assert "gemm 1" in words and "end to end" in words
     assert words.endswith("3 outputs agree with the oracle.")
+
+
+def test_verify_says_that_no_output_is_compared_whose_shape_depends_on_the_data(tmp_path: Path) -> None:
+    x, y = helper.make_tensor_value_info("x", 1, [4, 8]), helper.make_tensor_value_info("y", 7, [2, None])
+    graph = helper.make_graph([helper.make_node("NonZero", ["x"], ["y"])], "g", [x], [y])
+    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=10), tmp_path / "m.onnx")
+    words = " ".join(invoke("verify", tmp_path / "m.onnx", *FAST).stdout.split())
+    assert "Verified: 1 step agrees with the oracle. No output is compared: what the source's own library computes" in words
 
 
 def test_verify_catches_a_wrong_kernel_and_names_the_step(program: str, monkeypatch: pytest.MonkeyPatch) -> None:

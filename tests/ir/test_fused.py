@@ -207,7 +207,10 @@ F = input_("f", F32, (4, 5))
         (lambda: fused_gemm(Side(X), Side(Y, zero_point=input_("z", S8, (4, 1))), None), r"s8\[4,1\] of codes varies along K"),
         (lambda: fused_gemm(Side(X, scale=input_("s", F32, (2, 3, 1))), Side(Y), None), "is larger than its operand"),
         (lambda: fused_gemm(Side(X, scale=input_("s", F32, (1, 1, 1))), Side(Y), None), "is larger than its operand"),
-        (lambda: fused_gemm(Side(X, scale=input_("s", F32, (3, 3))), Side(Y), None), "do not broadcast together"),
+        (
+            lambda: fused_gemm(Side(X, scale=input_("s", F32, (3, 3))), Side(Y), None),
+            "does not broadcast to its operand",
+        ),
         (lambda: fused_gemm(Side(X, scale=input_("s", S32, ())), Side(F), None), "the scale is s32, not a float"),
         (
             lambda: fused_gemm(Side(X), Side(F, block=(2, 1)), None),

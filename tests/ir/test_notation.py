@@ -245,7 +245,7 @@ def test_a_misspelt_word_is_answered_with_the_one_meant(text, hint):
     ("text", "what"),
     [
         ("f32[2,3,4] @ f32[3,4,5]", "do not broadcast together"),
-        ("f32[3,4] @ f32[4,5] + f32[7]", "do not broadcast together"),
+        ("f32[3,4] @ f32[4,5] + f32[7]", r"side f32[7] does not broadcast to the result [3, 5] (add)"),
         ("f32[3,4] @ f32[4,5] + f32[2,3,5]", "f32[2,3,5] is larger than the result [3, 5]"),
         ("f32[3,4] @ f32[4,5], and(bias)", "and does not take f32"),
         ("f32[3,4] @ f32[4,5] -> f16 scale=tensor", "a result is not quantised to f16"),

@@ -241,7 +241,8 @@ def test_the_largest_weights_of_a_type_are_decoded_to_finite_ones(name, dtype):
     most = torch.finfo(dtype.to_torch()).max
     weight = torch.tensor([[1.0, -1.0, 0.3, 0.999], [0.5, 0.1, -1.0, 0.0]]).double().mul(most).to(dtype.to_torch())
     model = graph_of(gemm(input_("x", dtype, (3, 2)), const(weight)))
-    quantised, layers = quantize(model, scheme(name, group=2), calibrate(model, [{"x": torch.zeros(3, 2, dtype=weight.dtype)}]))
+    batch = {"x": torch.full((3, 2), 2.0**-10, dtype=weight.dtype)}
+    quantised, layers = quantize(model, scheme(name, group=2), calibrate(model, [batch]))
     assert layers[0].skip_reason is None
     (back,) = [n for n in quantised.nodes() if isinstance(n.op, Dequantize) and n.constant]
     found = evaluate_nodes((back,), {})[0]
@@ -259,3 +260,24 @@ def test_what_stays_in_float_is_named_with_its_share():
     assert note == f"quantising left {share:.0%} of the bytes of all matrices in float: embed.weight: 0.0 MB, {share:.0%}"
     plain, _ = quantize(MODEL, scheme("int8"), SEEN)
     assert left_in_float(plain) == {} and plain.notes == ()
+
+
+@pytest.mark.parametrize(
+    ("name", "rows", "stays"),
+    [("int8", "tensor", True), ("fp8", "tensor", True), ("int8", "row", False), ("w8", "tensor", False)],
+)
+def test_data_that_are_0_tell_no_scale_and_that_is_said(name, rows, stays, monkeypatch, caplog):
+    monkeypatch.setattr("tilewright.errors._said", set())
+    x, z = input_("x", F32, (3, 8)), input_("z", F32, (3, 8))
+    model = graph_of(gemm(x, const(torch.randn(8, 4))), gemm(z, const(torch.randn(8, 4))))
+    batches = [{"x": torch.zeros(3, 8), "z": torch.randn(3, 8)}, {"x": torch.zeros(3, 8), "z": torch.zeros(3, 8)}]
+    silent, heard = quantize(model, scheme(name, rows=rows), calibrate(model, batches))[1]
+    assert heard.skip_reason is None and (silent.skip_reason is not None) is stays
+    if stays:
+        assert silent.skip_reason == "its activations are 0 in all calibration data, which tells no scale"
+        (said,) = caplog.messages
+        assert said.startswith("calibration data are 0 at ") and said.endswith(
+            "stays in float: give batches as the model meets them"
+        )
+    else:
+        assert not caplog.messages

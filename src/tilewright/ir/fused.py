@@ -9,8 +9,8 @@ from tilewright.dtype import BY_NAME, F32, S32, DType
 from tilewright.errors import TypeMismatchError
 from tilewright.ir.build import const, convert, map_, reduce_, reshape, swap_last
 from tilewright.ir.expression import Sources
-from tilewright.ir.graph import Node
-from tilewright.ir.ops import FUNCTIONS, Acc, Dequantize, Gemm, Overflow, Quantize
+from tilewright.ir.graph import Node, label_of
+from tilewright.ir.ops import FUNCTIONS, Acc, Dequantize, Gemm, Input, Overflow, Quantize, Reshape
 from tilewright.ir.types import Shape, broadcast_shapes
 
 
@@ -111,8 +111,28 @@ def _check_side(side: Side) -> None:
     if side.zero_point is not None and not (stored.dtype.is_integer and side.zero_point.dtype.is_integer):
         raise TypeMismatchError(f"a zero point {side.zero_point.type} of {stored}", hint="only integers have one, an integer")
     for parameter in (side.scale, side.zero_point):
-        if parameter is not None and side.block is None and broadcast_shapes(parameter.shape, stored.shape) != stored.shape:
-            raise TypeMismatchError(f"a scale or zero point {parameter.type} is larger than its operand {stored}")
+        if parameter is not None and side.block is None:
+            _fits(parameter, stored.shape, f"its operand {stored}", None)
+
+
+def _fits(given: Node, shape: Shape, what: str, where: str | None) -> None:
+    """Raises TypeMismatchError, with the name of what was given, if it does not broadcast to `shape`."""
+    try:
+        wrong = None if broadcast_shapes(given.shape, shape) == shape else "is larger than"
+    except TypeMismatchError:
+        wrong = "does not broadcast to"
+    if wrong is not None:
+        *_, rows, columns = (1, *shape) if len(shape) < 2 else shape
+        named = f"{label_of(_root(given))} {given.type}" if isinstance(_root(given).op, Input) else str(given.type)
+        hint = f"[{columns}] is one value a column, [{rows},1] one a row, [] one for all"
+        raise TypeMismatchError(f"{named} {wrong} {what}", where=where, hint=hint)
+
+
+def _root(node: Node) -> Node:
+    """What a view is a view of."""
+    while isinstance(node.op, Reshape):
+        node = node.src[0]
+    return node
 
 
 def _operand(sources: Sources, side: Side, codes: bool, compute: DType) -> Node:
@@ -185,8 +205,7 @@ def _step(sources: Sources, value: Node, step: Apply) -> Node:
     if step.operand is None:
         return map_(step.fn, value if value.dtype.kind in f.kinds else _float(value))
     operand = sources.param(step.operand)
-    if broadcast_shapes(value.shape, operand.shape, where=step.fn) != value.shape:
-        raise TypeMismatchError(f"{operand.type} is larger than the result {list(value.shape)}", where=step.fn)
+    _fits(step.operand, value.shape, f"the result {list(value.shape)}", step.fn)
     if operand.dtype.is_integer and value.dtype.is_integer:
         value = _wide(value)
         return map_(step.fn, value, convert(operand, value.dtype))

@@ -24,7 +24,7 @@ from tilewright.runtime.quantized_weight import QuantizedWeight, pack
 from tilewright.threads import check
 
 SCHEMES = (
-    "w4g32, w4g64, w4g128, w8, w8g128 (any group; one scale a row without); z after for zero points (w4g64z), "
+    "w4g32, w4g64, w4g128, w8, w8g128 (any group; w4 and w8 have one scale a row); z after for zero points (w4g64z), "
     "a8 before for 8-bit activations (a8w4g64)"
 )
 _SCHEME = re.compile(r"(?P<activations>a8)?w(?P<bits>[48])(?:g(?P<group>[1-9]\d{0,5}))?(?P<zero>z)?", re.ASCII)

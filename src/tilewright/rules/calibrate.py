@@ -19,7 +19,7 @@ from typing import Literal, cast
 import torch
 
 from tilewright.dtype import BF16, F8E4M3FN, F16, F32, S4, S8, DType
-from tilewright.errors import InputError, TypeMismatchError, check_type
+from tilewright.errors import InputError, TypeMismatchError, check_type, say
 from tilewright.ir.build import const, map_, reduce_
 from tilewright.ir.evaluate import evaluate, evaluate_nodes
 from tilewright.ir.few_bits import held_finite
@@ -66,8 +66,10 @@ SCHEMES: dict[str, Callable[[int, Literal["tensor", "row"]], Scheme]] = {
 
 
 def scheme(name: str, *, group: int = 64, rows: Literal["tensor", "row"] = "tensor", attention: bool = False) -> Scheme:
-    """The scheme called `name`: int8, fp8, w4 or w8. With `attention`, fp8 with activations per tensor has codes for
-    what attention multiplies, too.
+    """The scheme called `name`: int8, fp8, w4 (a scale for `group` elements of K) or w8. With `attention`, fp8 with activations
+    per tensor has codes for what attention multiplies, too.
+
+    Names of `quantize_` are others, and write the group: its "w4g64" is this "w4", its "w4" has one scale a row.
 
     Raises:
         InputError: no such scheme, a group below 1, or `rows` is another word.
@@ -212,6 +214,7 @@ def quantize(
     """
     replacement = _quantized_attentions(graph, to, calibration, rtol)
     made: dict[Node, tuple[_Made, str | None]] = {}
+    silent: list[str] = []
     for node in graph.nodes():
         if node not in calibration.seen:
             continue
@@ -220,6 +223,9 @@ def quantize(
         skip_reason = None
         if not seen.largest < float("inf"):
             skip_reason = "its activations are not finite"
+        elif to.activation is not None and to.rows == "tensor" and seen.largest == 0:
+            skip_reason = "its activations are 0 in all calibration data, which tells no scale"
+            silent.append(graph.origin(node))
         elif not quantized.weight_scales[1] < float("inf"):
             skip_reason = "its weight is not finite"
         elif rtol is not None and not quantized.error <= rtol:
@@ -227,6 +233,9 @@ def quantize(
         else:
             replacement[node] = quantized.node
         made[node] = quantized, skip_reason
+    if silent:
+        named = "every product" if len(silent) == len(made) else ", ".join(silent[:MOST_NAMED])
+        say(f"calibration data are 0 at {named}, which stays in float: give batches as the model meets them")
     whole = graph.with_outputs([*graph.outputs, *made]).replace(replacement)
     results, after = whole.outputs[: len(graph.outputs)], whole.outputs[len(graph.outputs) :]
     layers = [

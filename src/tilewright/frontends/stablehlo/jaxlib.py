@@ -120,7 +120,9 @@ def parse(program: str | bytes, where: str, context: Any = None) -> Any:
         UnsupportedError: it uses a dialect that is not read, or quantised types that StableHLO itself cannot lower.
     """
     if isinstance(program, str) and _nests_too_deep(program):
-        raise InputError(f"brackets nest more than {MAX_NESTING} deep", where=where)
+        raise InputError(
+            f"brackets nest more than {MAX_NESTING} deep", where=where, hint="print the module again, or compile parts of it"
+        )
     context = context or new_context()
     with context:
         quantised = isinstance(program, str) and _QUANTISED.search(program) is not None
@@ -139,7 +141,11 @@ def parse(program: str | bytes, where: str, context: Any = None) -> Any:
     problem = run_passes(module, _QUANT_TO_MATH) if quantised else None
     if problem:
         what = problem.partition(": %")[0]
-        raise UnsupportedError(f"its quantised types have no lowering to plain ones: {what}", where=where)
+        raise UnsupportedError(
+            f"its quantised types have no lowering to plain ones: {what}",
+            where=where,
+            hint="write them as plain integers with stablehlo.uniform_quantize",
+        )
     return module
 
 
@@ -237,7 +243,11 @@ def hlo_to_stablehlo(text: str, where: str) -> bytes:
             check=False,
         )
     except subprocess.TimeoutExpired:
-        raise InputError(f"XLA's parser took longer than {CONVERSION_TIMEOUT_S} s", where=where) from None
+        raise InputError(
+            f"XLA's parser took longer than {CONVERSION_TIMEOUT_S} s",
+            where=where,
+            hint="give StableHLO (.mlir), which is read here, or parts of it",
+        ) from None
     verdict, _, payload = done.stdout.partition(b"\n")
     if verdict == b"converted":
         return payload

@@ -40,7 +40,7 @@ def tensor_type(raw: Any, where: str) -> TensorType:
     """
     text = str(raw) if len(str(raw)) <= 80 else f"{str(raw)[:80]}…"
     if not hasattr(raw, "element_type") or not getattr(raw, "has_rank", True):
-        raise UnsupportedError(f"a value of type {text} cannot be carried", where=where)
+        raise UnsupportedError(f"a value of type {text} cannot be carried", where=where, hint="tensors of numbers with a rank")
     element = str(raw.element_type)
     if element not in DTYPES and element != E8M0:
         raise UnsupportedError(
@@ -50,7 +50,9 @@ def tensor_type(raw: Any, where: str) -> TensorType:
         )
     if not raw.has_static_shape:
         raise UnsupportedError(
-            f"{text} has an extent known only at run time", where=where, hint="lower it with concrete shapes"
+            f"{text} has an extent known only at run time",
+            where=where,
+            hint="--input-dim @NAME D … for each input (input_dims=…), or lower it with concrete shapes",
         )
     return TensorType(DTYPES.get(element, U8), tuple(int(d) for d in raw.shape))
 
@@ -118,7 +120,7 @@ def elements(attribute: Any, type: TensorType, asm: str, where: str) -> torch.Te
     if written.startswith("dense_resource<"):
         return _from_bytes(_resource(attribute, asm, where), type, where)
     if written:
-        raise UnsupportedError(f"a constant written as {written} is not read", where=where)
+        raise UnsupportedError(f"a constant written as {written} is not read", where=where, hint="print it as dense<…>")
     if not _lent(type.dtype):
         return _from_text(attribute, type, where).reshape(shape)
     array = np.asarray(attribute)
@@ -141,7 +143,7 @@ def _resource(attribute: Any, asm: str, where: str) -> bytearray:
 def _from_bytes(data: bytearray, type: TensorType, where: str) -> torch.Tensor:
     storage = type.dtype.to_torch()
     if len(data) != type.elements * storage.itemsize:
-        raise InputError(f"a constant of type {type} has {len(data)} bytes of data", where=where)
+        raise InputError(f"a constant of type {type} has {len(data)} bytes of data", where=where, hint="print the module again")
     if not data:
         return torch.empty(type.shape, dtype=storage)
     raw = torch.frombuffer(data, dtype=torch.uint8)
@@ -166,7 +168,9 @@ def complex_elements(op: Operation, type: TensorType) -> tuple[torch.Tensor, tor
     printed = str(op.raw.operation.get_asm(print_generic_op_form=True, use_local_scope=True))
     found = re.search(r"value = dense<(.*?)> : tensor<", printed, re.DOTALL)
     if found is None:
-        raise UnsupportedError("a complex constant that is not written out is not read", where=op.where)
+        raise UnsupportedError(
+            "a complex constant that is not written out is not read", where=op.where, hint="print it as dense<…>"
+        )
     body = found.group(1)
     splat = body.startswith("(")
     pairs = _parsed(body, TensorType(type.dtype, (2,) if splat else (*type.shape, 2)), op.where, False)
@@ -267,7 +271,11 @@ class Operation:
         """
         blocks = list(self.raw.regions[region].blocks)
         if len(blocks) != 1:
-            raise UnsupportedError(f"a region of {len(blocks)} blocks cannot be expressed", where=self.where)
+            raise UnsupportedError(
+                f"a region of {len(blocks)} blocks cannot be expressed",
+                where=self.where,
+                hint="lower control flow to stablehlo.while, if or case",
+            )
         return Block(blocks[0])
 
     def has(self, key: str) -> bool:
@@ -280,7 +288,7 @@ class Operation:
             InputError: there is none of this name.
         """
         if key not in self._attributes:
-            raise InputError(f"attribute {key!r} is missing", where=self.where)
+            raise InputError(f"attribute {key!r} is missing", where=self.where, hint="print the module again, whole")
         return self._attributes[key]
 
     def ints(self, key: str, default: Sequence[int] | None = None) -> tuple[int, ...]:

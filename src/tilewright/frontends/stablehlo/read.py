@@ -85,7 +85,11 @@ def _bound_types(types: Mapping[str, Any], options: LoadOptions, where: str) -> 
         if given is None:
             given = [options.batch if a == 0 and e is None else e for a, e in enumerate(extents)]
         if len(given) != len(extents) or any(e not in (None, g) for e, g in zip(extents, given, strict=True)):
-            raise InputError(f"dimensions {list(given)} do not fit input {name!r}, which is {raw}", where=where)
+            raise InputError(
+                f"dimensions {list(given)} do not fit input {name!r}, which is {raw}",
+                where=where,
+                hint="an extent for each axis, as it is where it is known",
+            )
         if any(g is None or g < 0 for g in given):
             hint = f"--input-dim @{name} with an extent for each axis (input_dims=…), or --batch (batch=…) for an open first"
             raise UnsupportedError(f"input {name!r} is {raw}, whose extents are open", where=where, hint=hint)

@@ -167,7 +167,9 @@ def _fft(op: Operation) -> Kernel:
     axes = list(range(-len(lengths), 0))
     name = {"FFT": "fftn", "IFFT": "ifftn", "RFFT": "rfftn", "IRFFT": "irfftn"}.get(kind)
     if name is None:
-        raise UnsupportedError(f"a Fourier transform of kind {kind} is not read", where=op.where)
+        raise UnsupportedError(
+            f"a Fourier transform of kind {kind} is not read", where=op.where, hint="FFT, IFFT, RFFT or IRFFT"
+        )
     transform = cast(Kernel, getattr(torch.fft, name))
     shape = tuple(int(d) for d in op.results[0].type.shape)
 

@@ -126,7 +126,7 @@ class Walk:
         """The function called `name` of the innermost module; `InputError` if there is none."""
         found = self._functions[-1].get(name)
         if found is None:
-            raise InputError(f"there is no function called {name!r}", where=where)
+            raise InputError(f"there is no function called {name!r}", where=where, hint="print the module again, whole")
         return found
 
     def call(self, name: str, args: Sequence[Value], where: str) -> list[Value]:
@@ -220,7 +220,9 @@ class Walk:
             )
         entry = functions[name]
         if not list(entry.raw.regions[0].blocks):
-            raise InputError(f"function {name!r} has no body", where=self.where)
+            raise InputError(
+                f"function {name!r} has no body", where=self.where, hint="print the module with every function's body"
+            )
         return name, entry
 
     def _argument_name(self, argument: Any, index: int) -> str:
@@ -243,9 +245,15 @@ class Walk:
         """Results of a block; `name` is that of the function it is the body of, `outer` what a region may read besides."""
         key = (len(self._functions), name)
         if name is not None and key in self._active:
-            raise InputError(f"function {name!r} calls itself", where=self.where)
+            raise InputError(
+                f"function {name!r} calls itself", where=self.where, hint="write the recursion as a stablehlo.while"
+            )
         if len(self._active) >= MAX_DEPTH:
-            raise InputError(f"calls and regions nest more than {MAX_DEPTH} deep", where=self.where)
+            raise InputError(
+                f"calls and regions nest more than {MAX_DEPTH} deep",
+                where=self.where,
+                hint="inline functions, or compile parts",
+            )
         arguments = block.arguments
         if len(arguments) != len(args):
             raise InputError(f"{len(args)} values are passed where {len(arguments)} are taken", where=name or self.where)
@@ -262,13 +270,15 @@ class Walk:
         finally:
             self._active.pop()
             self._scopes.pop()
-        raise InputError("a function returns nothing", where=name or self.where)
+        raise InputError("a function returns nothing", where=name or self.where, hint="return what is to be computed")
 
     def _results(self, op: Operation, operands: list[Value]) -> list[Value]:
         self.count += 1
         most = MOST_OPERATIONS if untrusted() else MAX_OPERATIONS
         if self.count > most:
-            raise InputError(f"the program is more than {most} operations once inlined", where=self.where)
+            raise InputError(
+                f"the program is more than {most} operations once inlined", where=self.where, hint="compile parts of it"
+            )
         site = Site(op, operands, self)
         try:
             lower = lowering(op.name)
@@ -344,7 +354,7 @@ class Walk:
         out: list[Node] = []
         for v in values:
             if v is None:
-                raise UnsupportedError("a token leaves the program", where=where)
+                raise UnsupportedError("a token leaves the program", where=where, hint="return arrays alone")
             if isinstance(v, Complex):
                 self.note("results that are complex have real and imaginary parts as their last axis here")
             out.extend(self._flat(v, where) if isinstance(v, list) else [joined(v) if isinstance(v, Complex) else v])
