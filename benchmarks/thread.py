@@ -52,7 +52,7 @@ def tilewright(case: Case) -> Callable[[], Any]:
     """The file, compiled and called."""
     from tilewright import compile
 
-    program, (a, b) = compile(EXAMPLES / FILES[case.spelling], budget_s=5.0), _data()
+    program, (a, b) = compile(EXAMPLES / FILES[case.spelling], budget_s=10.0), _data()
     return lambda: program(a, b)
 
 

@@ -64,7 +64,7 @@ def tilewright(case: Case) -> Run:
 
     a, codes, scales = _data(case)
     if case.dtype == "a8":  # the file as ONNX Runtime has it, quantising included
-        program = compile(_model(case), budget_s=1.0)
+        program = compile(_model(case), budget_s=10.0)
         return lambda: program(*[a] * case.copies)[-1]
     line = f"{case.dtype}[{case.M},{case.K}] @ s4[{case.N},{case.K}]^T group={case.group} -> {case.dtype}"
     # In bf16 the weights stay as exact as codes and scales are: more than any peer keeps.

@@ -25,7 +25,7 @@ import click
 HERE = Path(__file__).parent
 ROUNDS = 3
 SECONDS_A_ROUND = 0.7
-BUDGET_S = 4.0
+BUDGET_S = 15.0
 
 
 @dataclass(frozen=True)
