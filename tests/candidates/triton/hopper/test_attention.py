@@ -212,3 +212,17 @@ def test_a_row_hidden_by_the_least_number_of_f32_has_equal_weights(candidate, qu
     for s in kinds.values():
         (given,) = emulate(candidate, p, s, [q, k, v, mask], fenced_copies=candidate is not TRITON)
         torch.testing.assert_close(given.float(), wanted, rtol=2e-3, atol=2e-3)
+
+
+def test_chunks_that_an_added_mask_leaves_alone_are_not_masked():
+    """Of one head's three chunks of keys some are left alone, some get a bias, some are hidden by it."""
+    p = problem_of(attention((3, 2, 1, 64, 384, 64, 64), F16, mask=(F32, (3, 1, 1, 384))))
+    q, k, v = (torch.randn(3, 2, n, 64).half() for n in (64, 384, 384))
+    mask = torch.zeros(3, 1, 1, 384)
+    mask[0, ..., 140:], mask[1, ..., 300:], mask[2, ..., :200] = torch.finfo(torch.float32).min, -torch.inf, torch.randn(200)
+    wanted = torch.nn.functional.scaled_dot_product_attention(q.float(), k.float(), v.float(), mask, scale=0.125)
+    ring = [s for s in plan_for(hopper_attention.CANDIDATE, p, H200).schedules() if s["kernel"] == "flash"]
+    for s in ring:
+        (given,) = emulate(hopper_attention.CANDIDATE, p, s, [q, k, v, mask])
+        torch.testing.assert_close(given.float(), wanted, rtol=2e-3, atol=2e-3)
+    assert {s["overlapped"] for s in ring} == {False, True}

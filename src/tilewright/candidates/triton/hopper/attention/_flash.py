@@ -34,6 +34,7 @@ from tilewright.candidates.triton.hopper.attention._parts import (
     load_rows,
     mask_of_keys,
     multiply_chunk,
+    power_of_2,
     weights_of,
 )
 from tilewright.candidates.triton.runtime._gluon import barrier
@@ -124,7 +125,9 @@ def producer(k_desc, v_desc, k_ring, v_ring, counts, side, config, k_at, v_at, m
                 k_ring.buffers[1].index(pipe_write.stage).store(hidden)
                 if config.hides:
                     shows_all = (gl.min(hidden, 0) > 0).to(gl.int32)
-                    k_ring.buffers[2].index(pipe_write.stage).store(gl.zeros([1], gl.int32, one) + shows_all)
+                else:
+                    shows_all = (gl.max(gl.abs(hidden), 0) == 0).to(gl.int32)
+                k_ring.buffers[2].index(pipe_write.stage).store(gl.zeros([1], gl.int32, one) + shows_all)
                 k_ring.commit(pipe_write)
 
             v_ring.acquire(pipe_write)
@@ -166,13 +169,36 @@ def multiply_values(weights, v_ring, step, acc, config):
 
 @gluon.jit
 def apply_mask(scores, k_ring, stage, scales, config):
-    """A mask that is the same for all queries, as it lies beside the keys."""
+    """A mask that is the same for all queries, as it lies beside the keys. Tells whether it left the scores as they were, which
+    are powers of two where a bias was added."""
+    shows_all = 1
     if config.key_padding_mask:
-        shows_all = 0
-        if config.hides:
-            shows_all = gl.max(k_ring.buffers[2].index(stage).load(gl.BlockedLayout([1], [32], [4], [0])), 0)
-        scores = apply_mask_of_keys(scores, k_ring.buffers[1].index(stage), shows_all, scales, config)
-    return scores
+        shows_all = gl.max(k_ring.buffers[2].index(stage).load(gl.BlockedLayout([1], [32], [4], [0])), 0)
+        if shows_all == 0:
+            scores = apply_mask_of_keys(scores, k_ring.buffers[1].index(stage), scales, config)
+    return scores, shows_all
+
+
+@gluon.jit
+def max_of(scores, shows_all, scales, config):
+    """The largest score of each row, as a power of two where biases are added."""
+    row_max = reduce_rows(scores, gl.max, config)
+    if config.additive_bias:
+        row_max = row_max * gl.where(shows_all != 0, scales[2], 1.0)
+    return row_max
+
+
+@gluon.jit
+def chunk_weights(scores, base, shows_all, scales, config):
+    """Weights of a chunk's scores, whether or not a bias was added."""
+    if config.additive_bias:
+        if shows_all != 0:
+            powers = gl.fma(scores, scales[2], base[:, None])
+        else:
+            powers = scores + base[:, None]
+        return power_of_2(powers, config.overlapped)
+    else:
+        return weights_of(scores, base, scales, config, config.overlapped)
 
 
 @gluon.jit
@@ -221,15 +247,15 @@ def consumer(group, rings, counts, pingpong, scales, side, config, q_at, epilogu
         q_phase = q_phase ^ 1
         pipe_read, scores = multiply_keys(q.index(group), k_ring, step, config)
         scores = warpgroup_mma_wait(0, deps=(scores,))
-        scores = apply_mask(scores, k_ring, pipe_read.stage, scales, config)
+        scores, shows_all = apply_mask(scores, k_ring, pipe_read.stage, scales, config)
         k_ring.release(pipe_read)
         scores = apply_causal(scores, tile, count - 1, config, True)
-        row_max = reduce_rows(scores, gl.max, config)
+        row_max = max_of(scores, shows_all, scales, config)
         base = base_of(row_max, scales, config.masked or config.causal)
         if config.pingpong:
             mbarrier.wait(pingpong.index(group), pingpong_phase)
             pingpong_phase = pingpong_phase ^ 1
-        p = weights_of(scores, base, scales, config, config.overlapped)
+        p = chunk_weights(scores, base, shows_all, scales, config)
         row_sum = reduce_rows(p, gl.sum, config)
         if config.pingpong:
             mbarrier.arrive(pingpong.index((group + 1) % config.groups))
@@ -245,17 +271,17 @@ def consumer(group, rings, counts, pingpong, scales, side, config, q_at, epilogu
             pipe_read, scores = multiply_keys(q.index(group), k_ring, step + j, config)
             acc = multiply_values(weights, v_ring, step + j - 1, acc, config)
             scores = warpgroup_mma_wait(1, deps=(scores,))
-            scores = apply_mask(scores, k_ring, pipe_read.stage, scales, config)
+            scores, shows_all = apply_mask(scores, k_ring, pipe_read.stage, scales, config)
             k_ring.release(pipe_read)
             scores = apply_causal(scores, tile, count - 1 - j, config, False)
             before = base
-            row_max = gl.maximum(row_max, reduce_rows(scores, gl.max, config))
+            row_max = gl.maximum(row_max, max_of(scores, shows_all, scales, config))
             base = base_of(row_max, scales, config.masked or config.causal)
             alpha = ex2(gl.minimum(base - before, 0.0))  # above zero where no key was seen before
             if config.pingpong:
                 mbarrier.wait(pingpong.index(group), pingpong_phase)
                 pingpong_phase = pingpong_phase ^ 1
-            p = weights_of(scores, base, scales, config, config.overlapped)
+            p = chunk_weights(scores, base, shows_all, scales, config)
             row_sum = row_sum * alpha + reduce_rows(p, gl.sum, config)
             if config.pingpong:
                 mbarrier.arrive(pingpong.index((group + 1) % config.groups))
@@ -292,15 +318,14 @@ def flash(q_desc, k_desc, v_desc, scales, side, config, q_at, k_at, v_at, epilog
     q = allocate(q_desc.dtype, ROWS, config.depth, groups)
     k = allocate(k_desc.dtype, CHUNK, config.depth, stages)
     v = allocate(v_desc.dtype, CHUNK, config.width, stages)
-    if config.hides:
+    if config.key_padding_mask:
         hidden = gl.allocate_shared_memory(gl.float32, [stages, CHUNK], plain)
         shows_all = gl.allocate_shared_memory(gl.int32, [stages, 1], plain)
-        count = gl.allocate_shared_memory(gl.int32, [2, 1], plain)
         beside = (k, hidden, shows_all)
-    elif config.key_padding_mask:
-        beside = (k, gl.allocate_shared_memory(gl.float32, [stages, CHUNK], plain))
     else:
         beside = (k,)
+    if config.hides:
+        count = gl.allocate_shared_memory(gl.int32, [2, 1], plain)
 
     q_full = barriers(groups, 1)
     k_ring = pipeline(beside, stages, 2 if config.key_padding_mask else 1, groups)

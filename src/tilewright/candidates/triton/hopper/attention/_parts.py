@@ -37,6 +37,15 @@ def ex2_in_order(x):
 
 
 @gluon.jit
+def power_of_2(x, in_order: gl.constexpr):
+    """2^x."""
+    if in_order:
+        return ex2_in_order(x)
+    else:
+        return ex2(x)
+
+
+@gluon.jit
 def base_of(row_max, scales, masks_rows: gl.constexpr):
     """The number that makes the largest weight of a row one when it is added to scores as powers of two: -`row_max`, scaled; 0
     for a fully masked row, if `masks_rows` says that there may be one."""
@@ -52,10 +61,7 @@ def weights_of(scores, base, scales, config, in_order: gl.constexpr = False):
         powers = scores + base[:, None]
     else:
         powers = gl.fma(scores, scales[0], base[:, None])
-    if in_order:
-        return ex2_in_order(powers)
-    else:
-        return ex2(powers)
+    return power_of_2(powers, in_order)
 
 
 @gluon.jit
@@ -125,11 +131,11 @@ def mask_of_keys(head, key, size: gl.constexpr, ragged: gl.constexpr, side, conf
 
 
 @gluon.jit
-def apply_mask_of_keys(scores, row, shows_all, scales, config):
-    """Scores of some keys masked by their row, which may show all of them."""
+def apply_mask_of_keys(scores, row, scales, config):
+    """Scores of some keys masked by their row; as powers of two where it is added."""
     layout: gl.constexpr = scores.type.layout
+    bias = row.load(gl.SliceLayout(0, layout))[None, :]
     if config.additive_bias:
-        scores = gl.fma(scores, scales[2], row.load(gl.SliceLayout(0, layout))[None, :])
-    elif shows_all == 0:
-        scores = gl.minimum(scores, row.load(gl.SliceLayout(0, layout))[None, :])
-    return scores
+        return gl.fma(scores, scales[2], bias)
+    else:
+        return gl.minimum(scores, bias)

@@ -171,7 +171,8 @@ def masked_scores(
             s = apply_mask(s, i, head, tile, whole, scales, side, config, mask)
         else:
             row = first_rows(bias.index(stage * config.chunks + i), s.shape[1])
-            s = apply_mask_of_keys(s, row, whole[i] if config.hides else 0, scales, config)
+            if not config.hides or whole[i] == 0:
+                s = apply_mask_of_keys(s, row, scales, config)
         s = apply_causal(s, i, tile, first, config)
         chunk_max = gl.convert_layout(gl.max(s, 1), gl.SliceLayout(1, out))
         row_max = chunk_max if i == 0 else gl.maximum(row_max, chunk_max)
