@@ -29,7 +29,7 @@ import torch
 
 from tilewright.candidates import split
 from tilewright.candidates.llvm.normalization.candidate import checked
-from tilewright.candidates.llvm.runtime import calls, engine, image
+from tilewright.candidates.llvm.runtime import calls, engine, image, pool
 from tilewright.candidates.llvm.runtime.run import behind
 from tilewright.dtype import U8
 from tilewright.errors import LOGGER, InputError, UnsupportedError, say
@@ -306,6 +306,7 @@ def _made_by() -> str:
     digest = hashlib.sha256()
     for name in _VERSIONED:
         digest.update(Path(inspect.getfile(importlib.import_module(name))).read_bytes())
+    digest.update(pool.text().encode() if pool.why_not() is None else b"")
     return digest.hexdigest()
 
 
@@ -429,10 +430,10 @@ class _Reader(Generic[E]):
         objects = {name: container.tensor(at).numpy().tobytes() for name, at in whole.code.items()}
         if any(hashlib.sha256(content).hexdigest() != name for name, content in objects.items()):
             raise container.broken("machine code under another's name")
-        pool = objects.pop(whole.threads, None)
-        if pool is not None:
-            engine.take_threads(lambda known: image.mapped({"threads": pool}, known)["threads"])
-        self._code: Mapping[str, engine.Code] = image.mapped(objects) if objects and pool is not None else {}
+        helpers = objects.pop(whole.threads, None)
+        if helpers is not None:
+            engine.take_threads(lambda known: image.mapped({"threads": helpers}, known)["threads"])
+        self._code: Mapping[str, engine.Code] = image.mapped(objects) if objects and helpers is not None else {}
         if objects:
             if whole.caller not in self._code:
                 raise container.broken("what calls its machine code is missing")

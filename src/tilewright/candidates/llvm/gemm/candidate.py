@@ -17,8 +17,7 @@ from tilewright.candidates.llvm.gemm.nest import Blocks, Nest
 from tilewright.candidates.llvm.gemm.space import Points, Product, ranked, work
 from tilewright.candidates.llvm.runtime import engine
 from tilewright.candidates.llvm.runtime.calls import aligned
-from tilewright.candidates.llvm.runtime.run import UNSIZED, NestPlan, lies_right, operand, side_of
-from tilewright.candidates.llvm.runtime.scratch import maker
+from tilewright.candidates.llvm.runtime.run import UNSIZED, NestPlan, lies_right, operand, room, side_of
 from tilewright.dtype import F32, S32
 from tilewright.hardware.target import Target
 from tilewright.ir.build import broadcast
@@ -63,7 +62,7 @@ class Plan(NestPlan):
 
             def pack() -> torch.Tensor:
                 value = operand(rhs, weights, nest.k_contiguous)
-                packed = maker((nest.packed_rhs_bytes + 64,), torch.uint8)()
+                packed = room(nest)
                 pointers = [0] * nest.pointers
                 pointers[len(self.problem.types) + 1], pointers[-1] = value.data_ptr(), aligned(packed)
                 call(*pointers, threads.count(), 1)

@@ -13,6 +13,7 @@ from tilewright.ir.graph import Node
 from tilewright.lowering.access import Access
 
 CACHE_LINE = 64
+PREFETCHED = 4096  # bytes behind packed operands that kernels ask for in advance
 
 
 def rounded(size: int, to: int = CACHE_LINE) -> int:
@@ -176,7 +177,7 @@ class Nest:
     @property
     def packed_rhs_bytes(self) -> int:
         panels = self.nc_panels if self.blocks.pack_per_thread else self.batch * self.rhs_panels
-        return panels * self.rhs_panel_bytes + 4096  # that kernels prefetch past the end
+        return panels * self.rhs_panel_bytes + PREFETCHED
 
     @property
     def tile_bytes(self) -> int:

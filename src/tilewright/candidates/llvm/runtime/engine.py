@@ -158,7 +158,6 @@ def _write(file: Path, key: str, code: bytes) -> None:
 
 
 @cache
-@cache
 def symbols() -> dict[str, int]:
     """Addresses of all functions of the process that kernels may call, by name: those of the thread pool, of the interpreter,
     and of the C library."""

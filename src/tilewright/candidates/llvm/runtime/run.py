@@ -10,9 +10,10 @@ import torch
 from tilewright import threads
 from tilewright.candidates.llvm.expressions.vector import check
 from tilewright.candidates.llvm.gemm.dots import Choice
-from tilewright.candidates.llvm.gemm.nest import Blocks, Nest
+from tilewright.candidates.llvm.gemm.nest import CACHE_LINE, PREFETCHED, Blocks, Nest
 from tilewright.candidates.llvm.gemm.space import ONE_THREAD_OPS
 from tilewright.candidates.llvm.runtime.calls import Call, bound
+from tilewright.candidates.llvm.runtime.scratch import maker
 from tilewright.hardware.target import Target
 from tilewright.ir.evaluate import evaluate_nodes
 from tilewright.ir.graph import Node, toposort
@@ -77,6 +78,14 @@ class NestPlan:
         results, each = self.problem.outputs, nest.scratch(2) - alone
         needs = Call(call, nest.pointers, read, count + 2, results, alone, each, one, weight, size)
         return behind(needs, left, right, nest.k_contiguous) if outside else bound(needs)
+
+
+def room(nest: Nest) -> torch.Tensor:
+    """Memory for a packed right operand from a cache line on: u8, zero where nothing is packed, since it may be saved."""
+    made = maker((nest.packed_rhs_bytes + CACHE_LINE,), torch.uint8)()
+    made[:CACHE_LINE].zero_()
+    made[nest.packed_rhs_bytes - PREFETCHED :].zero_()
+    return made
 
 
 def behind(call: Call, left: Node | None, right: Node | None, k_last: bool) -> Runner:

@@ -13,8 +13,7 @@ from tilewright.candidates.llvm.gemm.nest import Blocks
 from tilewright.candidates.llvm.gemm.space import L2_BYTES
 from tilewright.candidates.llvm.runtime import engine
 from tilewright.candidates.llvm.runtime.calls import aligned
-from tilewright.candidates.llvm.runtime.run import UNSIZED, NestPlan, lies_right, operand, side_of
-from tilewright.candidates.llvm.runtime.scratch import maker
+from tilewright.candidates.llvm.runtime.run import UNSIZED, NestPlan, lies_right, operand, room, side_of
 from tilewright.candidates.llvm.w4.codes import MOST_GROUP, Activations, CodesNest, CodesWriter, activations, chosen
 from tilewright.candidates.llvm.w4.kernel import CODES, WIDE, GroupedNest, GroupedWriter
 from tilewright.dtype import BF16, F32
@@ -94,15 +93,15 @@ class Plan(NestPlan):
 
         def prepare(weights: Mapping[int, torch.Tensor]) -> Runner:
             def pack() -> torch.Tensor:
-                room = maker((nest.packed_rhs_bytes + 64,), torch.uint8)()
+                packed = room(nest)
                 codes, *sides = (operand(s, weights, not nest.k_contiguous) for s in self.weights.src)
                 if self.group > nest.group:
                     sides = [s.repeat_interleave(self.group // nest.group, dim=1)[:, : nest.group_count] for s in sides]
                 codes, *sides = (nest.by_panel(x) for x in (codes, *sides))
                 stream = nest.packed(codes, sides[0], sides[1] if nest.zeros else None)
-                start = aligned(room) - room.data_ptr()
-                room[start : start + nest.batch * nest.rhs_panels * nest.rhs_panel_bytes] = stream.view(-1).view(torch.uint8)
-                return room
+                start = aligned(packed) - packed.data_ptr()
+                packed[start : start + nest.batch * nest.rhs_panels * nest.rhs_panel_bytes] = stream.view(-1).view(torch.uint8)
+                return packed
 
             read = [weights[n.op.index] for n in toposort((self.weights,)) if isinstance(n.op, Param)]
             zero = isinstance(nest, CodesNest) and nest.zero is not None  # of the left operand: sums of codes go along
