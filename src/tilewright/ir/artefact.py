@@ -114,11 +114,11 @@ class Container:
         if metadata.get("version") != str(VERSION):
             said = metadata.get("version")
             raise InputError(f"version {said} of the format, {VERSION} wanted", where=str(path), hint=AGAIN)
-        self.manifest = self._bytes(MANIFEST)
-        self.signature = metadata.get("signature", "")
+        self.manifest: bytes = self._bytes(MANIFEST)
+        self.signature: str = metadata.get("signature", "")
         if hashlib.sha256(self.manifest).hexdigest() != metadata.get(MANIFEST):
             raise self.broken("its manifest was changed")
-        self.arrays = self.decoded(Manifest).arrays
+        self.arrays: dict[str, Array] = self.decoded(Manifest).arrays
         for name, array in self.arrays.items():
             t = array.kind.type
             if (
@@ -127,7 +127,7 @@ class Container:
             ):
                 raise self.broken(f"{name!r} is not {t}")
         self._seen: dict[str, torch.Tensor] = {}
-        self.literals = {
+        self.literals: dict[str, Literal] = {
             name[len(CONSTANT) :]: Literal(a.kind.type, partial(self.tensor, name), name[len(CONSTANT) :])
             for name, a in self.arrays.items()
             if name.startswith(CONSTANT)
