@@ -178,6 +178,15 @@ def test_reading_and_rules_count(clock, monkeypatch, tmp_path):
     assert shares == pytest.approx([2.0, 2.0, 1.0, 0.0], abs=1e-6)
 
 
+def test_a_worker_that_is_not_up_in_time_is_done_without(clock, monkeypatch):
+    """Waiting for it would take the budget of a small program."""
+    real, shares, waits = budget.search, [], []
+    monkeypatch.setattr(budget, "ready", lambda seconds: waits.append(seconds))
+    monkeypatch.setattr(budget, "search", lambda *given, **how: shares.append(how["budget_s"]) or real(*given, **how))
+    program = compiler.compile(products(3), budget_s=1.0, cache=False)
+    assert shares == [0] and waits == pytest.approx([1.0]) and not program.steps[0].decision.measured
+
+
 def scaled(*scales):
     """One product a layer, each with a scale of its own."""
     inputs = [input_(f"x{i}", F32, (4, 8)) for i in range(len(scales))]

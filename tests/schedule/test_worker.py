@@ -252,6 +252,18 @@ def test_a_fork_server_that_is_started_and_not_used_ends_and_leaves_nothing_open
     assert len(set(descriptors)) == 1
 
 
+def test_whether_a_fork_server_is_up_is_waited_for_no_longer_than_told(worker):
+    assert worker_module.ready(0.0)  # it has a worker
+    other = fork_server_module.ForkServer()
+    try:
+        assert not other.ready(0.0)  # no interpreter has started yet
+        assert other.ready(60.0) and other.ready(0.0)
+        other.ensure_worker()
+    finally:
+        other.stop()
+    assert other.ready(0.0)  # asking it tells
+
+
 def test_a_fork_server_that_was_killed_is_replaced(drop, worker):
     os.kill(worker._process.pid, signal.SIGKILL)
     assert gone(worker._pid)  # the worker dies with it

@@ -20,6 +20,7 @@ from tilewright.schedule.key import numbers_of, text_of
 from tilewright.schedule.problem import AnyProblem
 from tilewright.schedule.search import Decision, Interruption, search
 from tilewright.schedule.tuning_database import TuningDatabase, rebuilt, repeat
+from tilewright.schedule.worker import ready
 
 LONGEST_S, LONGEST = 2.0, 0.1  # for one problem: seconds, or of a long budget the part
 EVENLY = 0.25  # of the time: shared out evenly, as what is expected of a problem may be wrong; the rest by what it can gain
@@ -134,6 +135,8 @@ class SharedBudget:
             self._waiting.pop(self._texts[problem], None)
             return found
         share = self._share(problem)
+        if share > 0 and not ready(share):
+            share = 0.0
         candidates = None if database is None else database.candidates(problem)
         if share <= 0:
             how = partial(search, problem, self._target, budget_s=0, candidates=candidates, weights=weights)

@@ -21,6 +21,7 @@ import json
 import mmap
 import os
 import pickle
+import select
 import signal
 import socket
 import struct
@@ -102,6 +103,7 @@ class ForkServer:
         self.owner, self.lock, self.worker = os.getpid(), threading.RLock(), cast("Connection | None", None)
         self._pid, self._users, self.ended = 0, 0, False
         self._timer: threading.Timer | None = None
+        self._greeting, self._greeted = threading.Lock(), False
         self._said: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - as long as this object
         self._shared_fd = memory_file("shared", mmap.PAGESIZE)
         self._shared = mmap.mmap(self._shared_fd, mmap.PAGESIZE)
@@ -139,6 +141,17 @@ class ForkServer:
         self._timer = timer = threading.Timer(within_s, end)
         timer.daemon = True
         timer.start()
+
+    def ready(self, within_s: float) -> bool:
+        """Tell whether it is up, having waited for that for so long at most; also of one that has ended, as asking it says."""
+        with self._greeting:
+            try:
+                if not self._greeted and select.select([self._control], [], [], max(0.0, within_s))[0]:
+                    self._control.recv(1)
+                    self._greeted = True
+            except (OSError, ValueError):  # it was stopped meanwhile
+                return True
+            return self._greeted
 
     def number(self, at: int) -> int:
         """The integer of 64 bits at byte `at` of the memory shared with the server."""
@@ -185,6 +198,8 @@ class ForkServer:
 
     def _hear(self, count: int) -> bytes:
         """An answer of the fork server."""
+        if not self.ready(START_S):
+            raise TimeoutError
         self._control.settimeout(START_S)
         heard = b""
         while len(heard) < count:
@@ -382,6 +397,8 @@ def fork_server_main(fd: int, serve: Serve) -> None:
     control = socket.socket(fileno=fd)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # who inherits that it is ignored has no children to wait for
     me, child, compile_workers = os.getpid(), 0, list[int]()
+    with contextlib.suppress(OSError):  # it is not waited for any more
+        control.sendall(b"r")  # ready
     while True:
         word, fds, _, _ = socket.recv_fds(control, 1, 2)
         compile_workers = [pid for pid in compile_workers if os.waitpid(pid, os.WNOHANG)[0] == 0]

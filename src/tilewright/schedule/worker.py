@@ -77,6 +77,14 @@ def begin() -> None:
         fork_server()
 
 
+def ready(within_s: float) -> bool:
+    """Tell whether a worker can be had at once, having waited for the fork server for so long at most; or none at all."""
+    try:
+        return fork_server().ready(within_s)
+    except UnavailableError:
+        return True
+
+
 def hosted(
     problem: AnyProblem, target: Target, weights: Mapping[int, torch.Tensor], candidates: Sequence[Candidate], *, cold: bool
 ) -> HostedBench | None:
