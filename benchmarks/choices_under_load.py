@@ -87,9 +87,10 @@ def choose(posed: dict[str, Any], folder: Path, budget_s: float) -> dict[str, Ch
 
     target = detect("cpu")
     begin()
-    decide = SharedBudget(list(posed.values()), target, budget_s, cold=True, database=TuningDatabase(target, Cache(folder)))
+    database = TuningDatabase(target, Cache(folder))
+    decide = SharedBudget(dict.fromkeys(posed.values(), 1), target, budget_s, cold=True, database=database)
     found: dict[str, Chosen] = {}
-    for digest, problem in posed.items():
+    for digest, problem in sorted(posed.items(), key=lambda kv: -decide.weight(kv[1])):
         d = decide(problem, {})
         lost = [f"{r.candidate}: {r.why}" for r in d.rejected if r.kind == "lost"]
         knobs = [list(k) for k in d.kernel.schedule.knobs]
@@ -138,11 +139,11 @@ def busy(count: int) -> Generator[None]:
             process.wait()
 
 
-def chosen_elsewhere(folder: Path, budget_s: float, every: int) -> tuple[dict[str, Chosen], float]:
-    """The choices of a fresh process with the cache in a folder, and the seconds that they took."""
+def chosen_elsewhere(folder: Path, count: int, budget_s: float, every: int) -> tuple[dict[str, Chosen], float]:
+    """The choices of a fresh process with the cache in a folder, beside so many busy ones, and the seconds that they took."""
     out = folder / "chosen.json"
-    command = [sys.executable, __file__, "--choose", str(out), "--budget", str(budget_s), "--every", str(every)]
-    subprocess.run(command, check=True, env={**os.environ, "TILEWRIGHT_CACHE": str(folder)})
+    command = [sys.executable, __file__, "--choose", str(out), "--busy", str(count), "--budget", str(budget_s)]
+    subprocess.run([*command, "--every", str(every)], check=True, env={**os.environ, "TILEWRIGHT_CACHE": str(folder)})
     held = json.loads(out.read_text())
     return {k: Chosen(**v) for k, v in held["choices"].items()}, held["seconds"]
 
@@ -150,7 +151,7 @@ def chosen_elsewhere(folder: Path, budget_s: float, every: int) -> tuple[dict[st
 @click.command()
 @click.option("--busy", "count", default=16, show_default=True, help="Processes that compute beside the first compile.")
 @click.option("--cores", default="0,1", show_default=True, help="Cores for everything; empty for all.")
-@click.option("--budget", default=20.0, show_default=True, help="Seconds for all problems.")
+@click.option("--budget", default=20.0, show_default=True, help="Seconds of each compile, by the clock.")
 @click.option("--threads", default=2, show_default=True)
 @click.option("--every", default=1, show_default=True, help="Take every n-th problem alone.")
 @click.option("--again", is_flag=True, help="Choose once more in quiet, with what the first compile kept.")
@@ -162,9 +163,11 @@ def main(
     """Compare choices made under load with choices made in quiet; exit 1 if they miss the goal."""
     if out is not None:
         posed = dict(list(problems().items())[::every])
-        began = time.monotonic()
-        choices = {k: asdict(v) for k, v in choose(posed, out.parent, budget).items()}
-        out.write_text(json.dumps({"choices": choices, "seconds": time.monotonic() - began}))
+        with busy(count):
+            began = time.monotonic()
+            choices = {k: asdict(v) for k, v in choose(posed, out.parent, budget).items()}
+            seconds = time.monotonic() - began
+        out.write_text(json.dumps({"choices": choices, "seconds": seconds}))
         return
     if cores:
         os.sched_setaffinity(0, {int(c) for c in cores.split(",")})
@@ -174,14 +177,13 @@ def main(
         loaded, quiet = Path(folder, "loaded"), Path(folder, "quiet")
         for made in (loaded, quiet):
             made.mkdir(mode=0o700)
-        with busy(count):
-            first, took_s = chosen_elsewhere(loaded, budget, every)
+        first, took_s = chosen_elsewhere(loaded, count, budget, every)
         print(f"chosen beside {count} busy processes in {took_s:.1f} s", flush=True)
-        second, took_s = chosen_elsewhere(quiet, budget, every)
+        second, took_s = chosen_elsewhere(quiet, 0, budget, every)
         print(f"chosen in quiet in {took_s:.1f} s", flush=True)
         compared = {"under load": first}
         if again:
-            compared["again"], took_s = chosen_elsewhere(loaded, budget, every)
+            compared["again"], took_s = chosen_elsewhere(loaded, 0, budget, every)
             print(f"chosen again with what was kept in {took_s:.1f} s", flush=True)
         held = {name: report(name, posed, choices, second) for name, choices in compared.items()}
     if file is not None:
