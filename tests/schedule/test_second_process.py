@@ -10,11 +10,14 @@ import sys
 import msgspec
 import pytest
 from paths import HELPERS
+from races import StillMeter
 
 from tilewright.dtype import F32
 from tilewright.hardware.detect import detect
+from tilewright.hardware.load import Load
 from tilewright.ir.build import input_
 from tilewright.ir.ops import gemm
+from tilewright.schedule import bench, measure
 from tilewright.schedule.buckets import bucketed, recalled, recorded
 from tilewright.schedule.cache import Cache
 from tilewright.schedule.problem import problem_of
@@ -55,7 +58,7 @@ def test_three_processes_that_start_at_once_work_out_each_problem_once(tmp_path)
     assert later["found"] == together[0]["found"]
 
 
-def test_a_table_needs_as_much_time_and_all_of_its_candidates(tmp_path):
+def test_a_table_needs_as_much_time_and_all_of_its_candidates(tmp_path, monkeypatch):
     target, cache = detect("cpu"), Cache(tmp_path)
     known = TuningDatabase(target, cache)
 
@@ -70,6 +73,9 @@ def test_a_table_needs_as_much_time_and_all_of_its_candidates(tmp_path):
     assert known.rows(key, 2.0) == stored == known.rows(key, 0.0) and known.rows(key, 2.1) is None
     known.keep_rows(msgspec.structs.replace(stored, budget_s=1.0))  # less time than the one that is there had
     assert known.rows(key, 2.0) == stored
+    noisy = msgspec.structs.replace(stored, budget_s=3.0, provisional="9 runnable tasks on 2 cores")
+    known.keep_rows(noisy)  # more time, and times that are not reliable
+    assert known.rows(key, 2.0) == stored
     found = recalled(stored, lambda rows: posed(rows)[0], target)
 
     def shown(table):
@@ -82,3 +88,21 @@ def test_a_table_needs_as_much_time_and_all_of_its_candidates(tmp_path):
     assert recalled(msgspec.structs.replace(stored, buckets=tuple(gone)), lambda rows: posed(rows)[0], target) is None
     cache.clear()
     assert known.rows(key, 0.0) is None
+    known.keep_rows(noisy)
+    assert known.rows(key, 2.0) == noisy
+    assert recalled(noisy, lambda rows: posed(rows)[0], target).provisional == noisy.provisional
+    monkeypatch.setattr(TuningDatabase, "_quiet", lambda self: True)
+    assert known.rows(key, 2.0) is None and known.rows(key, 0.0) == noisy, "measured again where there is time"
+    known.keep_rows(stored)
+    assert known.rows(key, 2.0) == stored
+
+
+def test_a_table_is_as_reliable_as_the_races_that_it_was_made_by(monkeypatch):
+    def posed(rows):
+        return problem_of(gemm(input_("x", F32, (rows, 32)), input_("w", F32, (32, 16)))), {}
+
+    for load in (Load(), Load(of_cores=2, runnable=9.0)):
+        for module in (measure, bench):
+            monkeypatch.setattr(module, "Meter", StillMeter(load))
+        table = bucketed(posed, detect("cpu"), first=1, last=2, budget_s=0.05)
+        assert table.provisional.startswith(load.noise) and bool(table.provisional) == bool(load.noise)

@@ -87,11 +87,13 @@ class Buckets:
         buckets: without gaps, in order.
         packings: bytes of the packed weight by family; at most two.
         measured: the numbers of rows at which families raced, with the time of each in µs.
+        provisional: why these times are not reliable, "" if they are.
     """
 
     buckets: tuple[Bucket, ...]
     packings: Mapping[str, int]
     measured: Mapping[int, Mapping[str, float]]
+    provisional: str = ""
 
     def at(self, rows: int) -> Bucket:
         """The bucket of a number of rows.
@@ -175,7 +177,7 @@ def bucketed(
     table.append(race.bucket(start, last, families[winners[last]]))
     used = dict.fromkeys(r.family.name for r in table)
     packings = {n: packed_bytes[n] for n in used if packed_bytes[n]}
-    return Buckets(tuple(table), packings, race.measured)
+    return Buckets(tuple(table), packings, race.measured, race.noise)
 
 
 def recorded(table: Buckets, key: Key, budget_s: float) -> Table:
@@ -188,7 +190,7 @@ def recorded(table: Buckets, key: Key, budget_s: float) -> Table:
         Range(b.first, b.last, b.family.candidate.name, b.family.order, end(b.at_first), end(b.at_last)) for b in table.buckets
     ]
     measured = {rows: dict(times) for rows, times in table.measured.items()}
-    return Table(key, budget_s, tuple(ranges), dict(table.packings), measured, time.time())
+    return Table(key, budget_s, tuple(ranges), dict(table.packings), measured, time.time(), table.provisional)
 
 
 def recalled(found: Table, problem_at: Callable[[int], Problem], target: Target) -> Buckets | None:
@@ -213,7 +215,7 @@ def recalled(found: Table, problem_at: Callable[[int], Problem], target: Target)
         ]
     except Exception:  # a candidate may raise anything, as in a search
         return None
-    return Buckets(tuple(buckets), found.packings, found.measured)
+    return Buckets(tuple(buckets), found.packings, found.measured, found.provisional)
 
 
 def _serves(candidate: Candidate) -> bool:
@@ -264,6 +266,7 @@ class _Race:
     def __init__(self, posed_at: PosedAt, target: Target, share_s: float, total: int, progress: Progress | None) -> None:
         self._posed_at, self._target, self._share_s, self._total, self._progress = posed_at, target, share_s, total, progress
         self.measured: dict[int, dict[str, float]] = {}
+        self.noise = ""
 
     def times(self, rows: int, families: Sequence[PackingVariants]) -> Mapping[str, float]:
         """Microseconds by family; those that refuse or fail are missing."""
@@ -289,7 +292,9 @@ class _Race:
     def _search(self, rows: int, families: Sequence[PackingVariants]) -> Decision:
         problem, weights = self._posed_at(rows)
         cold = sum(problem.types[i].size_bytes for i in weights) > last_cache_bytes(self._target)  # as a program's are
-        return search(problem, self._target, budget_s=self._share_s, candidates=families, weights=weights, cold=cold)
+        found = search(problem, self._target, budget_s=self._share_s, candidates=families, weights=weights, cold=cold)
+        self.noise = self.noise or found.provisional
+        return found
 
     @staticmethod
     def _name(kernel: Kernel, families: Sequence[PackingVariants]) -> str:

@@ -157,7 +157,7 @@ class Range(msgspec.Struct, frozen=True):
 class Table(msgspec.Struct, frozen=True):
     """Which kernels serve which rows: the seconds that were given for measuring, the buckets, the bytes of packed weight and
     the times in µs by rows, both by the name of what raced. Its key is that of every budget, its problem's digest that of the
-    first and of the last number of rows."""
+    first and of the last number of rows. `provisional`: why the times are not reliable, "" if they are."""
 
     key: Key
     budget_s: Annotated[float, msgspec.Meta(ge=0)]
@@ -165,6 +165,7 @@ class Table(msgspec.Struct, frozen=True):
     packings: dict[Text, int]
     measured: dict[int, dict[Text, Time]]
     made_s: Moment
+    provisional: Text = ""
 
     def digest(self) -> bytes:
         """The digest under which it is stored."""

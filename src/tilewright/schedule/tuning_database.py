@@ -285,11 +285,16 @@ class TuningDatabase:
     def rows(self, key: Key, budget_s: float) -> Table | None:
         """The table that was measured in so many seconds or more."""
         found = None if self._cache is None else self._cache.table(key)
-        return None if found is None or found.budget_s < budget_s else found
+        if found is None or found.budget_s < budget_s or (budget_s > 0 and found.provisional and self._quiet()):
+            return None
+        return found
 
     def keep_rows(self, table: Table) -> None:
-        """Keep a table, unless one that had more time is there."""
-        if self._cache is not None and self.rows(table.key, table.budget_s) is None:
+        """Keep a table, unless a better one is there: measured in quiet, or else in more time."""
+        if self._cache is None:
+            return
+        found = self._cache.table(table.key)
+        if found is None or (not found.provisional, found.budget_s) < (not table.provisional, table.budget_s):
             self._cache.put_table(table)
 
     def alone_with_rows(self, key: Key, budget_s: float) -> AbstractContextManager[bool]:

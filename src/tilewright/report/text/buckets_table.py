@@ -8,7 +8,7 @@ from rich.text import Text
 
 from tilewright.hardware.ceilings import with_ceilings
 from tilewright.hardware.target import Target
-from tilewright.report.text.tables import Align, heading, line, table
+from tilewright.report.text.tables import Align, heading, line, noise_line, table
 from tilewright.schedule.buckets import Buckets
 from tilewright.schedule.search import Decision
 
@@ -39,6 +39,7 @@ class Rows(msgspec.Struct, frozen=True):
         ranges: in order, without gaps.
         packed_bytes: bytes of the packed weight, by the family that packs it.
         measured_us: times of the families that raced, by rows.
+        noise: why these are not reliable, "" if they are.
     """
 
     program: str
@@ -46,6 +47,7 @@ class Rows(msgspec.Struct, frozen=True):
     ranges: list[Range]
     packed_bytes: dict[str, int]
     measured_us: dict[int, dict[str, float]]
+    noise: str = ""
 
 
 def describe_rows(buckets: Buckets, target: Target, name: str) -> Rows:
@@ -61,11 +63,12 @@ def describe_rows(buckets: Buckets, target: Target, name: str) -> Rows:
 
     ranges = [Range(r.family.name, end(r.first, r.at_first), end(r.last, r.at_last)) for r in buckets.buckets]
     measured = {m: dict(times) for m, times in sorted(buckets.measured.items())}
-    return Rows(name, target.name, ranges, dict(buckets.packings), measured)
+    return Rows(name, target.name, ranges, dict(buckets.packings), measured, buckets.provisional)
 
 
 def print_rows(out: Console, report: Rows) -> None:
     """Print the ranges, the packings' memory, and the race at each number of rows."""
+    noise_line(out, report.noise)
     line(out, f"{report.program} on {report.target}", style="bold")
     made = table(
         ("rows", "right"),
