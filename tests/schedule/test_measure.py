@@ -12,6 +12,7 @@ from tilewright import compiler
 from tilewright.hardware.detect import detect
 from tilewright.hardware.load import Sample
 from tilewright.ir.notation import parse
+from tilewright.runtime import executable
 from tilewright.schedule import budget, measure
 from tilewright.schedule.expected import check, expect
 from tilewright.schedule.guard import guarded, poison, with_wide_strides
@@ -636,7 +637,7 @@ def test_a_program_larger_than_the_caches_is_measured_with_cold_weights(monkeypa
     real = budget.search
     monkeypatch.setattr(budget, "search", search)
     for size, cold in ((1 << 20, True), (1 << 40, False)):
-        monkeypatch.setattr(compiler, "last_cache_bytes", lambda target, size=size: size)
+        monkeypatch.setattr(executable, "last_cache_bytes", lambda target, size=size: size)
         asked.clear()
         compiler.compile(torch.nn.Linear(600, 600), example_inputs=(torch.ones(2, 600),), budget_s=60.0, cache=False)
         assert set(asked) == {cold}

@@ -176,6 +176,29 @@ def test_on_a_busy_machine_two_threads_are_one_for_the_race(monkeypatch, request
     assert set(counts) == {2} and raced(Load(), 4).noise == ""
 
 
+def test_a_crowded_machine_checks_on_one_thread_and_repeats_on_all(monkeypatch, request):
+    """At each barrier of torch's operations two threads would wait for two cores."""
+    before = torch.get_num_threads()
+    request.addfinalizer(lambda: torch.set_num_threads(before))
+    torch.set_num_threads(2)
+    counts, asked = [], []
+    expect = bench.expect
+    monkeypatch.setattr(bench, "expect", lambda *given: asked.append(torch.get_num_threads()) or expect(*given))
+
+    class Counting(Fake):
+        def build(self, schedule):
+            return Kernel(
+                self.name, schedule, lambda weights: lambda s: counts.append(torch.get_num_threads()) or [s[0] @ s[1]]
+            )
+
+    for load, count in ((BUSY, 1), (Load(cores=2, threads=2, others=1.0), 2), (Load(), 2)):
+        monkeypatch.setattr(bench, "Meter", StillMeter(load))
+        counts.clear()
+        asked.clear()
+        assert bench.Bench(PROBLEM, CPU, {}).attempt(7, Counting("counting"), search_module.Schedule()).fault is None
+        assert asked == [count] and counts == [count] * (len(counts) - 3) + [2] * 3 and torch.get_num_threads() == 2
+
+
 def test_threads_that_wait_for_each_other_are_compared_where_none_waited_alone():
     slow, fast = [(4000, 4000, 0)] * 4, [(300, 300, 0)] * 8
     race = Race({0: laps(*fast), 1: laps(*slow, *[(4000, 4000, 900)] * 4)}, NOISE, exact=False)

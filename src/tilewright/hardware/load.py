@@ -20,6 +20,7 @@ PROC = Path("/proc")
 TICK_S = 0.01  # of the counters in /proc/stat
 CROWDED = 0.25  # cores' worth of other processes beyond those that are left free
 WAITING, STOLEN = 0.05, 0.05  # shares of time
+CROWDED_WAITING, CROWDED_TASKS = 0.3, 2.0  # share of time, and runnable tasks a core
 SLOWED = 1.3  # a fixed piece of work takes this many times as long as it did at best
 GPU_OTHERS = 5  # percent of a GPU's time
 SPINS = 2000
@@ -118,6 +119,11 @@ class Load:
     stolen: float = 0.0
     slowed: float = 1.0
     gpu: str = ""
+
+    @property
+    def crowded(self) -> bool:
+        """Tell whether threads that wait for each other spend most of their time so: each waits for a core of its own."""
+        return self.waiting > CROWDED_WAITING or self.runnable > CROWDED_TASKS * self.of_cores
 
     @property
     def noise(self) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -122,8 +122,14 @@ class Bench:
         """Work out what a kernel of this roundoff must give."""
         if roundoff not in self._expected:
             start = time.perf_counter()
-            self._expected[roundoff] = self._worked_out(roundoff)
+            with self._uncrowded():
+                self._expected[roundoff] = self._worked_out(roundoff)
             self.expect_s += time.perf_counter() - start
+
+    def _uncrowded(self) -> AbstractContextManager[None]:
+        """A context with one thread where a few would wait for each other, at each barrier, until all have a core."""
+        few = self._target.device == "cpu" and 1 < threads.count() <= FEW_THREADS
+        return threads.limited(1) if few and self._meter.load().crowded else nullcontext()
 
     def _worked_out(self, roundoff: float) -> Expected:
         """The expected results, computed by torch's own operations in float64."""
@@ -153,17 +159,19 @@ class Bench:
             if candidate.preference >= LAST_RESORT:  # the others are examined by it; it only has to run
                 runner(self._sources)
             else:
-                fault = examine(
-                    self._problem,
-                    self._expected[kernel.roundoff],
-                    runner,
-                    self._sources,
-                    exactly=candidate.preference < LIBRARIES.start,  # generated kernels promise that
-                    counts=self._counts,
-                    watched=self._watched,
-                    pulse=self._pulse,
-                    pace=self._pace,
-                )
+                counts = self._counts or (threads.count(),)
+                with self._uncrowded():
+                    fault = examine(
+                        self._problem,
+                        self._expected[kernel.roundoff],
+                        runner,
+                        self._sources,
+                        exactly=candidate.preference < LIBRARIES.start,  # generated kernels promise that
+                        counts=counts,
+                        watched=self._watched,
+                        pulse=self._pulse,
+                        pace=self._pace,
+                    )
                 if fault is None and not all(intact(t) for t in self._guarded):
                     fault = Fault("failed", "it writes beside its sources")
             if self._watched and fault is None:
