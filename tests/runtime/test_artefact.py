@@ -156,7 +156,7 @@ def test_an_operand_that_torch_evaluates_first_is_saved_as_text(tmp_path):
     assert torch.equal(program(*inputs), tilewright.load_program(tmp_path / "p.twp")(*inputs))
 
 
-def test_a_loop_has_the_programs_of_its_regions(tmp_path):
+def test_a_loop_has_the_programs_of_its_regions(tmp_path, monkeypatch):
     from against_jax import text
     from jax import lax
     from jax import numpy as jnp
@@ -170,6 +170,10 @@ def test_a_loop_has_the_programs_of_its_regions(tmp_path):
     again = tilewright.load_program(tmp_path / "p.twp")
     assert torch.equal(program(*inputs), again(*inputs))
     assert [len(s.within) for s in again.steps] == [len(s.within) for s in program.steps] and again.steps[-1].within
+    monkeypatch.setattr(artefact, "_made_by", lambda: "abc")
+    compiled_again = tilewright.load_program(tmp_path / "p.twp", budget_s=0)
+    assert [len(s.within) for s in compiled_again.steps] == [len(s.within) for s in program.steps]
+    torch.testing.assert_close(compiled_again(*inputs), program(*inputs), rtol=1e-3, atol=1e-3)
 
 
 def test_an_index_out_of_range_is_the_same_error(tmp_path):
@@ -399,6 +403,15 @@ def test_what_does_not_fit_here_is_compiled(tmp_path, monkeypatch, caplog, why):
     again = tilewright.load_program(path, budget_s=0)
     assert words in warned(caplog)
     torch.testing.assert_close(again(*inputs), wanted, rtol=1e-4, atol=1e-5)
+
+
+def test_another_version_may_write_its_steps_in_another_way(tmp_path, caplog):
+    path, inputs, wanted = saved(tmp_path)
+    manifest = manifest_of(path.read_bytes())
+    manifest["made_by"], manifest["program"]["steps"], manifest["more"] = "abc", {"of": ["another", "kind"]}, 1
+    path.write_bytes(rewritten(path.read_bytes(), manifest))
+    torch.testing.assert_close(tilewright.load_program(path, budget_s=0)(*inputs), wanted, rtol=1e-4, atol=1e-5)
+    assert "another version of Tilewright" in warned(caplog)
 
 
 def test_a_stranger_may_not_call_what_it_likes_from_another_chip(tmp_path, monkeypatch):

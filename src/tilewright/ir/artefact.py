@@ -78,12 +78,14 @@ class Graphs(msgspec.Struct, frozen=True):
         graph: the graph as compiled.
         state: arrays that both keep from call to call.
         places: `Graph.places`.
+        within: those of loops and conditionals in it, compiled apart.
     """
 
     source: str
     graph: str
     state: tuple[str, ...]
     places: tuple[str, ...]
+    within: tuple[Graphs, ...]
 
 
 class Manifest(msgspec.Struct, frozen=True):

@@ -19,7 +19,7 @@ import secrets
 import stat
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache, partial
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Generic
@@ -124,35 +124,44 @@ class Chosen(msgspec.Struct, frozen=True):
 
 
 class SavedStep(msgspec.Struct, frozen=True):
-    """A step: its nodes, inputs and outputs by number (`_numbered`), its kernel, and the programs of its regions."""
+    """A step: its nodes, inputs and outputs by number (`_numbered`), its kernel, and how many programs it has within."""
 
     kind: PartKind
     nodes: tuple[int, ...]
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
     chosen: Chosen | None = None
-    within: tuple[SavedProgram, ...] = ()
+    within: int = 0
 
 
 class SavedProgram(Graphs, frozen=True):
-    """A compiled program: the values of nodes that it holds ready, and its steps in order."""
+    """A compiled program: values of nodes that it holds ready, and its steps in order; the programs within, in that order."""
 
+    within: tuple[SavedProgram, ...]  # pyright: ignore[reportIncompatibleVariableOverride] - frozen
     values: tuple[tuple[int, str], ...]
     steps: tuple[SavedStep, ...]
 
 
-class Whole(Manifest, frozen=True):
-    """A manifest.
+class Header(Manifest, frozen=True):
+    """The part of a manifest that every version has.
 
     Attributes:
         made_by: digest of the code that calls kernels.
         machine: what it is for.
-        code: arrays of object code by name.
-        caller, threads: names among them of what Python calls kernels through, and of the thread pool; "" if there is no code.
     """
 
     made_by: str
     machine: Machine
+
+
+class Whole(Header, frozen=True):
+    """A manifest of this version.
+
+    Attributes:
+        code: arrays of object code by name.
+        caller, threads: names among them of what Python calls kernels through, and of the thread pool; "" if there is no code.
+    """
+
     code: dict[str, str]
     caller: str
     threads: str
@@ -224,13 +233,21 @@ class _Writer:
             for n in number
             if n in needed and n.constant
         ]
-        return SavedProgram(*texts, tuple(state), program.graph.places, tuple(values), tuple(steps))
+        return SavedProgram(
+            source=texts[0],
+            graph=texts[1],
+            state=tuple(state),
+            places=program.graph.places,
+            within=tuple(self.program(p) for step in done for p in step.within),
+            values=tuple(values),
+            steps=tuple(steps),
+        )
 
     def _step(self, step: Step, number: Mapping[Node, int]) -> SavedStep:
         part, d = step.part, step.decision
         nodes, inputs, outputs = (tuple(number[n] for n in each) for each in (part.nodes, part.inputs, part.outputs))
         if d is None or step.runner is None:
-            return SavedStep(part.kind, nodes, inputs, outputs, None, tuple(map(self.program, step.within)))
+            return SavedStep(part.kind, nodes, inputs, outputs, within=len(step.within))
         k = d.kernel
         rejected = tuple(Loser(r.candidate, r.why[:4000], r.time_us, r.schedule.knobs, r.kind) for r in d.rejected)
         try:
@@ -368,20 +385,21 @@ def unpickled(content: bytes, made: type[E]) -> E:
 
 def load(container: Container, made: type[E], *, trust: bool, device: str | torch.device | None, budget_s: float) -> E:
     """See `tilewright.load_program`; `made` is the kind of executable that is wanted."""
-    whole = container.decoded(Whole)
+    header = container.decoded(Header)
     trusted = trust or _signed(container)
-    target, why = _target(whole.machine, device)
-    why = why or _elsewhere(whole, target)
+    target, why = _target(header.machine, device)
+    why = why or _elsewhere(header, target)
     if why is None and not trusted:
         what = "code that is not signed by this user's key on this machine"
         raise InputError(what, where=str(container.path), hint=TRUST)
     if why is None:
         try:
+            whole = container.decoded(Whole)
             return _Reader(container, whole, target, made).program(whole.program)
         except UnsupportedError as error:
             why = error.what
     LOGGER.warning("%s is compiled again from its graph: %s", container.path, why)
-    return _again(container, whole.program, target, budget_s, trusted, made)
+    return _again(container, header.program, target, budget_s, trusted, made)
 
 
 def _target(machine: Machine, device: str | torch.device | None) -> tuple[Target, str | None]:
@@ -394,28 +412,35 @@ def _target(machine: Machine, device: str | torch.device | None) -> tuple[Target
         return detect("cpu"), error.what
 
 
-def _elsewhere(whole: Whole, target: Target) -> str | None:
+def _elsewhere(header: Header, target: Target) -> str | None:
     """None if a program's kernels are for this machine and version, else the sentence why not."""
-    here, there = _machine(target), whole.machine
+    here, there = _machine(target), header.machine
     if (here.device, here.chip, here.architecture) != (there.device, there.chip, there.architecture):
         return f"it is for {there.name} ({there.chip}, {there.device}), and this is {here.name} ({here.chip}, {here.device})"
     missing = [f for f in there.features if f not in here.features]
     if missing:
         return f"it is for a processor with {', '.join(missing[:3])}"
-    return None if whole.made_by == _made_by() else "another version of Tilewright made it, which calls kernels in another way"
+    return None if header.made_by == _made_by() else "another version of Tilewright made it, which calls kernels in another way"
 
 
-def _again(container: Container, saved: SavedProgram, target: Target, budget_s: float, trusted: bool, made: type[E]) -> E:
+def _again(container: Container, saved: Graphs, target: Target, budget_s: float, trusted: bool, made: type[E]) -> E:
     """A program compiled from its graph as the rules left it."""
     state = container.state(saved)
     source, graph = (container.graph(text, saved, state) for text in (saved.source, saved.graph))
     if not trusted:
         check_calls(graph)
     decide = chooser(graph, target, budget_s, database=TuningDatabase(target, user_cache()))
-    regions = iter([p for step in saved.steps for p in step.within])
+    within = iter(saved.within)
 
-    def inner(_: Graph) -> E:
-        return _again(container, next(regions), target, 0.0, trusted, made)
+    def inner(region: Graph) -> E:
+        found = next(within, None)
+        if found is not None:
+            program = _again(container, found, target, 0.0, trusted, made)
+            if [n.type for n in (*program.source.inputs, *program.source.outputs)] == [
+                n.type for n in (*region.inputs, *region.outputs)
+            ]:
+                return program
+        raise container.broken("a loop in it has another program")
 
     return prepare(source, graph, target, Trace(), decide, inner, first=decide.weight, made=made)
 
@@ -456,7 +481,7 @@ class _Reader(Generic[E]):
             ready[node] = value.to(target.device)
         for node, kept in zip(graph.inputs[len(graph.inputs) - len(graph.state) :], graph.state, strict=True):
             ready[node] = kept.to(target.device)
-        known = {*ready, *graph.inputs}
+        known, within = {*ready, *graph.inputs}, iter(saved.within)
         steps: list[Step] = []
         for step in saved.steps:
             of = partial(self._nodes, nodes)
@@ -466,7 +491,7 @@ class _Reader(Generic[E]):
                     raise self._container.broken("a step reads what no step has made")
                 if n not in known:
                     ready[n] = None  # in a kernel's packed weights
-            made = self._step(step, graph, part, ready)
+            made = self._step(step, graph, part, ready, within)
             known.update((*part.inputs, *part.outputs))
             steps.append(made)
         if not known.issuperset(graph.outputs):
@@ -483,10 +508,11 @@ class _Reader(Generic[E]):
     def _nodes(self, nodes: Sequence[Node], numbers: Sequence[int]) -> tuple[Node, ...]:
         return tuple(self._node(nodes, n) for n in numbers)
 
-    def _step(self, saved: SavedStep, graph: Graph, part: Part, ready: Mapping[Node, Value]) -> Step:
+    def _step(
+        self, saved: SavedStep, graph: Graph, part: Part, ready: Mapping[Node, Value], within: Iterator[SavedProgram]
+    ) -> Step:
         if saved.chosen is None:
-            regions = iter(saved.within)
-            inner: Inner | None = (lambda _: self.program(next(regions))) if saved.within else None
+            inner: Inner | None = (lambda _: self.program(next(within))) if saved.within else None
             return library_step(graph, part, self._target, inner)
         posed = Posed.of(part, ready)
         return kernel_step(graph, posed, ready, self._decision(saved.chosen, posed.problem))
@@ -548,9 +574,8 @@ class _Reader(Generic[E]):
 
 def _arrays_of(saved: SavedProgram) -> Sequence[str]:
     """The arrays that are needed before the first call."""
-    names = [*saved.state, *(name for _, name in saved.values)]
+    names = [*saved.state, *(name for _, name in saved.values), *(name for p in saved.within for name in _arrays_of(p))]
     for step in saved.steps:
-        names += [name for p in step.within for name in _arrays_of(p)]
         names += [] if step.chosen is None else _packed(step.chosen.recipe)
     return names
 
