@@ -85,6 +85,18 @@ def test_the_fastest_that_agrees_wins_and_the_rest_have_reasons(times):
     assert wrong.calls <= 3 and no.builds == 0
 
 
+def test_a_reference_that_fails_on_random_data_is_taken_and_not_called_verified(monkeypatch):
+    def fails(problem, sources, roundoff):
+        raise ValueError("no such row")
+
+    monkeypatch.setattr(bench, "expect", fails)
+    last = Fake("last", ValueError("no such row"), preference=LAST_RESORT)
+    d = search(PROBLEM, CPU, budget_s=0, candidates=[Fake("fast"), last])
+    assert d.kernel.candidate == "last" and not d.verified and not d.measured
+    assert whys(d)["fast"] == "its results cannot be checked: no such row"
+    assert search(PROBLEM, CPU, budget_s=0, candidates=[Fake("fast"), REFERENCE]).verified  # it runs, and is its own witness
+
+
 def test_ties_go_to_the_earlier_and_the_choice_repeats(times):
     for _ in range(3):
         times(103.0, 100.0, 150.0)

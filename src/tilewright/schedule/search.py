@@ -83,7 +83,8 @@ class Decision:
         time_us: its measured time, None when nothing was timed.
         rejected: the others, in the order they were considered.
         measured: False for a heuristic answer.
-        verified: the kernel agreed with the reference on random data, here or in an earlier process (`tuning_database.py`).
+        verified: the kernel agreed with the reference on random data, here or in an earlier process (`tuning_database.py`), or
+            is the reference itself. False where the oracle gave no results on random data to compare with.
         recalled: its times are those of an earlier search, read back, or its point is one that was imported.
         checked_s: seconds that building and verifying the kernel took, the right results included.
         provisional: why the times are not reliable, "" if they are: the problem is searched again when the machine is quiet.
@@ -253,7 +254,7 @@ class _Search:
         """The reference, unexamined, where it fails on random data: what a program computes of its own it may well do."""
         for space in spaces:
             if space.candidate.preference >= LAST_RESORT:
-                return self._decision(space.plan.build(next(iter(space.plan.schedules()))))
+                return self._decision(space.plan.build(next(iter(space.plan.schedules()))), verified=False)
         raise self._nothing()
 
     def _found(self, spaces: Sequence[_Space], depth: int) -> _Trial | None:
@@ -520,10 +521,18 @@ class _Search:
         us = winner.us if winner.us < math.inf else None
         return self._decision(self._kernel(winner), us, winner.took_s + self._bench.expect_s)
 
-    def _decision(self, kernel: Kernel, us: float | None = None, checked_s: float = 0.0) -> Decision:
+    def _decision(self, kernel: Kernel, us: float | None = None, checked_s: float = 0.0, *, verified: bool = True) -> Decision:
         provisional = self._race.noise if us is not None else ""
-        rejected = tuple(self._rejected)
-        return Decision(self._problem, kernel, us, rejected, us is not None, True, checked_s=checked_s, provisional=provisional)
+        return Decision(
+            self._problem,
+            kernel,
+            us,
+            tuple(self._rejected),
+            us is not None,
+            verified,
+            checked_s=checked_s,
+            provisional=provisional,
+        )
 
 
 def _led(spaces: Sequence[_Space], expected: Sequence[float | None]) -> int | None:
