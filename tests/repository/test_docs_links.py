@@ -39,8 +39,14 @@ def test_the_layout_names_every_folder_and_every_file_beside_them():
     package, layout = ROOT / "src" / "tilewright", (ROOT / "docs" / "layout.md").read_text()
     wanted = [f"{p.name}/" if p.is_dir() else p.name for p in package.iterdir() if not p.name.startswith("__")]
     assert [name for name in wanted if f"`{name}`" not in layout] == []
-    for name in re.findall(r"`([a-z_/]+(?:/|\.py))`", layout):
+    for name in re.findall(r"`([a-z_/]+(?:/|\.py|\.typed))`", layout):
         assert any((folder / name).exists() for folder in (package, ROOT, *package.glob("*/"))), name
+
+
+def test_constants_that_the_recipes_name_are_in_the_source():
+    named = set(re.findall(r"`([A-Z][A-Z_]{2,})`", (ROOT / "CONTRIBUTING.md").read_text()))
+    text = "".join(p.read_text() for folder in ("src", "tests") for p in (ROOT / folder).rglob("*.py") if p != Path(__file__))
+    assert len(named) > 10 and {n for n in named if not re.search(rf"^{n}\b", text, re.MULTILINE)} == set()
 
 
 def test_the_page_of_the_rules_has_each_rule_in_its_stage():
