@@ -23,7 +23,7 @@ from tilewright.ir.notation import parse
 from tilewright.ir.ops import gemm
 from tilewright.schedule import tuning_database as database
 from tilewright.schedule.cache import Cache
-from tilewright.schedule.record import Exported, Refusal, read_records
+from tilewright.schedule.record import Exported, Lost, read_records
 
 LINE = "f32[4,32] @ f32[32,16] + bias"
 
@@ -140,7 +140,7 @@ def test_files_that_cannot_be_read_or_written_are_named(kept, program, tmp_path)
 
 
 def test_what_is_shown_of_the_cache_moves_no_cursor(kept):
-    kept.refuse(Refusal(KEY, "f32[\x1b[2J]", "llvm", "crashed: \x1b[31mred\a", 1e9))
+    kept.keep_lost(Lost(KEY, "f32[\x1b[2J]", "llvm", "crashed: \x1b[31mred\a", 1e9))
     kept.put(msgspec.structs.replace(record("0"), made_s=1e300))  # no record: there is no such day
     said = invoke("cache", "info", env={"COLUMNS": "200"})
     assert said.exit_code == 0 and "\x1b" not in said.stdout and "crashed:  [31mred" in " ".join(said.stdout.split("\n"))

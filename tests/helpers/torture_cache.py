@@ -21,7 +21,7 @@ from pathlib import Path
 import msgspec
 
 from tilewright.schedule.cache import Cache
-from tilewright.schedule.record import Key, Loser, Record
+from tilewright.schedule.record import Key, Record, RejectedRecord
 
 KEY = Key(
     chip="x86_64_avx512",
@@ -42,7 +42,7 @@ KEY = Key(
 
 def record(problem: str, time_us: float = 1.5) -> Record:
     """A record of a problem, a few hundred bytes long."""
-    losers = tuple(Loser(f"other{i}", f"slower: {problem} again", i + 2.5) for i in range(4))
+    losers = tuple(RejectedRecord(f"other{i}", f"slower: {problem} again", i + 2.5) for i in range(4))
     knobs = (("mr", 6), ("order", "nmk"), ("pack_lhs", False))
     return Record(msgspec.structs.replace(KEY, problem=problem), f"f32[{problem}]", "llvm", knobs, time_us, losers, 1e9)
 

@@ -12,9 +12,9 @@ from tilewright.report.explain.choices import (
     mispredictions,
     off_by,
     provisional_words,
-    refusals_of,
+    rejected_of,
 )
-from tilewright.report.schema import Choice, Refusal, Rejected, Step
+from tilewright.report.schema import Choice, Rejected, RejectedChoice, Step
 from tilewright.report.text.explain_text import how, refusals
 from tilewright.schedule.candidate import Kernel, Schedule
 from tilewright.schedule.problem import problem_of
@@ -26,7 +26,10 @@ def test_predictions_that_are_wrong_by_more_than_twice_are_said() -> None:
     assert off_by(100.0, 199.0) is None and off_by(None, 1.0) is None and off_by(1.0, None) is None
     assert off_by(100.0, 300.0) == 3.0 == off_by(300.0, 100.0)
     chosen = Choice("llvm", "default", 100.0, 310.0)
-    rejected = [Refusal("aten", "slower", 250.0, "", 100.0, "slower"), Refusal("onednn", "slower", 150.0, "", 100.0, "slower")]
+    rejected = [
+        RejectedChoice("aten", "slower", 250.0, "", 100.0, "slower"),
+        RejectedChoice("onednn", "slower", 150.0, "", 100.0, "slower"),
+    ]
     assert mispredictions(chosen, rejected) == [
         "llvm (chosen): 310.0 µs predicted, 100.0 µs measured, 3.1 times as fast",
         "aten: 100.0 µs predicted, 250.0 µs measured, 2.5 times as long",
@@ -35,7 +38,7 @@ def test_predictions_that_are_wrong_by_more_than_twice_are_said() -> None:
         how(chosen, True) == "100.0 µs (310.0 predicted: wrong by a factor of 3.1), the fastest that agrees with the reference"
     )
     assert how(chosen, True, tied=True).endswith("as fast as any that agrees with the reference")
-    assert refusals([*rejected, Refusal("sdpa", "no attention", None, "", None, "refused")], chosen) == [
+    assert refusals([*rejected, RejectedChoice("sdpa", "no attention", None, "", None, "refused")], chosen) == [
         "onednn: 150.0 µs (100.0 predicted), 1.50 times as long",
         "aten: 250.0 µs (100.0 predicted: wrong by a factor of 2.5), 2.50 times as long",
         "sdpa: no attention",
@@ -44,7 +47,10 @@ def test_predictions_that_are_wrong_by_more_than_twice_are_said() -> None:
 
 def test_the_cost_model_is_not_blamed_for_noise() -> None:
     chosen = Choice("llvm", "default", 24.6, 7919.0, provisional="9 runnable tasks on 2 cores")
-    rejected = [Refusal("aten", "slower", 250.0, "", 1.0, "slower"), Refusal("onednn", "tie", 20.0, "", 1.0, "tie")]
+    rejected = [
+        RejectedChoice("aten", "slower", 250.0, "", 1.0, "slower"),
+        RejectedChoice("onednn", "tie", 20.0, "", 1.0, "tie"),
+    ]
     assert mispredictions(chosen, rejected) == []
     assert how(chosen, True) == "24.6 µs on a busy machine (7,919.0 predicted), where none was seen to be faster"
     assert refusals(rejected, chosen) == [
@@ -79,7 +85,7 @@ def test_other_points_of_the_chosen_candidate_are_told_by_what_differs() -> None
     kernel = Kernel(*points[1], prepare=lambda weights: lambda sources: sources)
     rejected = tuple(Rejection(name, "unbuilt", f"because {i}", point) for i, (name, point) in enumerate(points))
     decision = Decision(problem, kernel, 100.0, rejected, True, True)
-    assert refusals(refusals_of(decision), chosen_of(decision)) == [
+    assert refusals(rejected_of(decision), chosen_of(decision)) == [
         "llvm with mr=13 pack_lhs=true: because 0",
         f"llvm ({points[1][1]}): because 1",
         "split (mr=13): because 2",

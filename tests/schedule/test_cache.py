@@ -37,7 +37,7 @@ from tilewright.schedule.candidate import Schedule, concerns, plan_for, refusal
 from tilewright.schedule.key import budgets_for, circumstances, digest_of, text_of
 from tilewright.schedule.problem import Problem, problem_of
 from tilewright.schedule.race import Race
-from tilewright.schedule.record import Key, Loser
+from tilewright.schedule.record import Key, RejectedRecord
 from tilewright.schedule.tuning_database import TuningDatabase
 
 CPU = detect("cpu")
@@ -378,7 +378,7 @@ def test_a_hint_is_timed_with_the_rest_or_taken_where_it_was_made(kept, searches
     (taken,) = kept.records()
     assert (taken.key, taken.knobs, taken.time_us) == (made.key, made.knobs, found.time_us)
     kept.clear()
-    claims = Loser("\x1b[31mother", "slower: 9 µs", 9.0)
+    claims = RejectedRecord("\x1b[31mother", "slower: 9 µs", 9.0)
     lies = msgspec.structs.replace(made, time_us=1e-3, rejected=(claims,), problem="\x1b[2J", made_s=0.0)
     (found,) = decisions(compiler.compile(program(2.0), budget_s=BUDGET_S, cache=TuningDatabase(CPU, kept, hints=[lies])))
     (taken,) = kept.records()

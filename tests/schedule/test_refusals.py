@@ -25,7 +25,7 @@ from tilewright.schedule import tuning_database as database
 from tilewright.schedule.cache import Cache
 from tilewright.schedule.candidate import discover
 from tilewright.schedule.fork_server import SWITCH
-from tilewright.schedule.record import Key, Refusal
+from tilewright.schedule.record import Key, Lost
 from tilewright.schedule.tuning_database import TuningDatabase
 
 SIGSEGV = "ctypes.string_at(8)"
@@ -34,7 +34,7 @@ BUDGET_S = 20.0  # of which one problem takes a thousandth
 
 def day(kept):
     """The day the one refusal kept was made, which need not be the day it is read: a suite may run over midnight."""
-    (remembered,) = kept.refusals()
+    (remembered,) = kept.lost()
     return datetime.fromtimestamp(remembered.made_s, UTC).date()
 
 
@@ -43,7 +43,7 @@ def sentence(kept):
 
 
 def refusal(candidate="llvm", **changed):
-    return Refusal(msgspec.structs.replace(KEY, **changed), "f32[1]", candidate, "crashed: SIGSEGV", 1e9)
+    return Lost(msgspec.structs.replace(KEY, **changed), "f32[1]", candidate, "crashed: SIGSEGV", 1e9)
 
 
 @pytest.fixture
@@ -88,19 +88,19 @@ def compiled(**how):
 
 def test_refusals_are_kept_by_key_and_candidate(tmp_path):
     cache = Cache(tmp_path)
-    assert cache.refuse(refusal()) and cache.refuse(refusal("aten")) and cache.refuse(refusal(problem="other"))
-    assert {r.candidate for r in cache.refusals(KEY)} == {"llvm", "aten"} and len(cache.refusals()) == 3
+    assert cache.keep_lost(refusal()) and cache.keep_lost(refusal("aten")) and cache.keep_lost(refusal(problem="other"))
+    assert {r.candidate for r in cache.lost(KEY)} == {"llvm", "aten"} and len(cache.lost()) == 3
     for name in Key.__struct_fields__:
         value = getattr(KEY, name)
         other = msgspec.structs.replace(KEY, **{name: value + 1 if isinstance(value, int) else f"{value}'"})
-        assert cache.refusals(other) == [], name
-    assert cache.refuse(msgspec.structs.replace(refusal(), why="no answer in 4 s: killed"))
-    assert {r.why for r in cache.refusals(KEY) if r.candidate == "llvm"} == {"no answer in 4 s: killed"}
-    cache.evict_refusal(refusal("aten"))
-    assert [r.candidate for r in cache.refusals(KEY)] == ["llvm"]
+        assert cache.lost(other) == [], name
+    assert cache.keep_lost(msgspec.structs.replace(refusal(), why="no answer in 4 s: killed"))
+    assert {r.why for r in cache.lost(KEY) if r.candidate == "llvm"} == {"no answer in 4 s: killed"}
+    cache.evict_lost(refusal("aten"))
+    assert [r.candidate for r in cache.lost(KEY)] == ["llvm"]
     cache._connection().execute("UPDATE refused SET value = zeroblob(100) WHERE key = ?", (KEY.digest(),))
-    assert [r.key.problem for r in cache.refusals()] == ["other"]
-    assert cache.clear() == 0 and cache.refusals() == []
+    assert [r.key.problem for r in cache.lost()] == ["other"]
+    assert cache.clear() == 0 and cache.lost() == []
 
 
 def test_what_crashed_is_not_tried_by_the_next_process(kept, candidates, tmp_path):
@@ -110,7 +110,7 @@ def test_what_crashed_is_not_tried_by_the_next_process(kept, candidates, tmp_pat
     first = compiled()
     (lost,) = (r for r in first.rejected if r.kind == "lost")
     assert str(lost) == f"{bad.name} (point=0)" and lost.why == "crashed: SIGSEGV"
-    (remembered,) = kept.refusals()
+    (remembered,) = kept.lost()
     assert (remembered.candidate, remembered.why) == (bad.name, "crashed: SIGSEGV")
     assert abs(remembered.made_s - time.time()) < 600 and remembered.problem == str(first.problem)
     runs = seen.read_text()
@@ -129,7 +129,7 @@ def test_it_is_kept_before_the_search_is_over(kept, candidates, tmp_path, monkey
     monkeypatch.setattr(search_module._Search, "_timed", lambda self: (_ for _ in ()).throw(KeyboardInterrupt()))
     with pytest.raises(KeyboardInterrupt):
         compiled()
-    assert len(kept.refusals()) == 1 and kept.records() == []
+    assert len(kept.lost()) == 1 and kept.records() == []
 
 
 def test_only_a_retry_tries_it_again(kept, candidates, tmp_path):
@@ -138,11 +138,11 @@ def test_only_a_retry_tries_it_again(kept, candidates, tmp_path):
     compiled()
     assert compiled().recalled
     still = compiled(cache=TuningDatabase(detect("cpu"), kept, retry=True))
-    assert not still.recalled and any(r.kind == "lost" for r in still.rejected) and len(kept.refusals()) == 1
+    assert not still.recalled and any(r.kind == "lost" for r in still.rejected) and len(kept.lost()) == 1
     mended.touch()
-    assert compiled().recalled and len(kept.refusals()) == 1
+    assert compiled().recalled and len(kept.lost()) == 1
     now = compiled(cache=TuningDatabase(detect("cpu"), kept, retry=True))
-    assert not now.recalled and not any(r.kind == "lost" for r in now.rejected) and kept.refusals() == []
+    assert not now.recalled and not any(r.kind == "lost" for r in now.rejected) and kept.lost() == []
     assert compiled(cache=TuningDatabase(detect("cpu"), kept, retry=True)).recalled
 
 
@@ -171,4 +171,4 @@ def test_explain_prints_the_sentence_and_the_cache_lists_it(kept, tmp_path):
     said = " ".join(invoke("cache", "info").stdout.split())
     assert f"Crashed or hung aten on {problem}" in said and "crashed: SIGSEGV" in said
     result = invoke("tune", program, "--budget", "3", "--retry", "--json")
-    assert result.exit_code == 0 and kept.refusals() == []
+    assert result.exit_code == 0 and kept.lost() == []

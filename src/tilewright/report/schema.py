@@ -232,7 +232,7 @@ class Choice(msgspec.Struct, frozen=True):
     provisional: str = ""
 
 
-class Refusal(msgspec.Struct, frozen=True):
+class RejectedChoice(msgspec.Struct, frozen=True):
     """A candidate that was not chosen, as `Rejected`, and its time if it was timed.
 
     `differs`: of another point of the chosen candidate, the settings that are not those chosen.
@@ -271,7 +271,7 @@ class Product(msgspec.Struct, frozen=True):
     left: list[str]
     chosen: Choice
     measured: bool
-    rejected: list[Refusal]
+    rejected: list[RejectedChoice]
     rules: list[str] = msgspec.field(default_factory=list[str])
     limit_us: float | None = None
     memory_bound: bool = False
@@ -303,7 +303,7 @@ class Gemm(msgspec.Struct, frozen=True, kw_only=True):
     verified: bool
     chosen: Choice
     measured: bool
-    rejected: list[Refusal]
+    rejected: list[RejectedChoice]
     error: float
     bound: float
     why: str | None
@@ -373,7 +373,7 @@ class Tune(msgspec.Struct, frozen=True):
     imported: str | None
 
 
-class Refused(msgspec.Struct, frozen=True):
+class LostCandidate(msgspec.Struct, frozen=True):
     """A candidate that crashed or hung on a problem and is not tried there again."""
 
     candidate: str
@@ -393,7 +393,7 @@ class CacheInfo(msgspec.Struct, frozen=True):
     by_version: dict[str, int]
     oldest: str | None
     newest: str | None
-    refused: list[Refused] = msgspec.field(default_factory=list[Refused])
+    refused: list[LostCandidate] = msgspec.field(default_factory=list[LostCandidate])
 
 
 def to_json(report: msgspec.Struct) -> str:

@@ -61,7 +61,7 @@ from tilewright.runtime.partition import Part
 from tilewright.schedule.candidate import Kernel, Runner, Schedule, concerns, discover, plan_for
 from tilewright.schedule.problem import AnyProblem, FusionProblem, Problem, ProblemKind
 from tilewright.schedule.recipe import Built, Called, Prepared, Recipe, Split, recipe_of
-from tilewright.schedule.record import Loser, Time
+from tilewright.schedule.record import RejectedRecord, Time
 from tilewright.schedule.search import Decision, Rejected
 from tilewright.schedule.tuning_database import TuningDatabase, user_cache
 
@@ -114,7 +114,7 @@ class Chosen(msgspec.Struct, frozen=True):
     measured: bool
     verified: bool
     provisional: str
-    rejected: tuple[Loser, ...]
+    rejected: tuple[RejectedRecord, ...]
     workspace_bytes: int
     packed_bytes: int
     releasable: tuple[int, ...]
@@ -249,7 +249,7 @@ class _Writer:
         if d is None or step.runner is None:
             return SavedStep(part.kind, nodes, inputs, outputs, within=len(step.within))
         k = d.kernel
-        rejected = tuple(Loser(r.candidate, r.why[:4000], r.time_us, r.schedule.knobs, r.kind) for r in d.rejected)
+        rejected = tuple(RejectedRecord(r.candidate, r.why[:4000], r.time_us, r.schedule.knobs, r.kind) for r in d.rejected)
         try:
             recipe = recipe_of(step.runner, self)
         except UnsupportedError:  # code of a processor for which `image` knows no objects

@@ -28,7 +28,7 @@ from typing import TypeVar
 
 from tilewright.errors import say
 from tilewright.files import foreign, lock, open_own
-from tilewright.schedule.record import Kept, Key, Record, Refusal, Table, Verdict, checked, with_checksum
+from tilewright.schedule.record import Kept, Key, Lost, Record, Table, Verdict, checked, with_checksum
 
 BUSY_S = 20.0
 NETWORK = re.compile(
@@ -113,25 +113,25 @@ class Cache:
         row = (content.digest(), with_checksum(content))
         return self._do(lambda c: c.execute(f"INSERT OR REPLACE INTO {where} VALUES (?, ?)", row).rowcount == 1, False)
 
-    def refuse(self, refusal: Refusal) -> bool:
-        """Keep a refusal in place of what was there on the same candidate; True once it is kept."""
-        row = (refusal.key.digest(), refusal.candidate, with_checksum(refusal))
+    def keep_lost(self, lost: Lost) -> bool:
+        """Keep a candidate that did not come back in place of what was there on the same candidate; True once it is kept."""
+        row = (lost.key.digest(), lost.candidate, with_checksum(lost))
         return self._do(lambda c: c.execute("INSERT OR REPLACE INTO refused VALUES (?, ?, ?)", row).rowcount == 1, False)
 
-    def evict_refusal(self, refusal: Refusal) -> None:
-        """Forget a refusal."""
-        row = (refusal.key.digest(), refusal.candidate)
+    def evict_lost(self, lost: Lost) -> None:
+        """Forget a candidate that did not come back."""
+        row = (lost.key.digest(), lost.candidate)
         self._do(lambda c: c.execute("DELETE FROM refused WHERE key = ? AND candidate = ?", row).rowcount, 0)
 
-    def refusals(self, key: Key | None = None) -> list[Refusal]:
-        """Every refusal that is whole, or those under a key."""
+    def lost(self, key: Key | None = None) -> list[Lost]:
+        """Every candidate that did not come back and whose record is whole, or those under a key."""
         digest = None if key is None else key.digest()
         which = "SELECT key, value FROM refused WHERE ?1 IS NULL OR key = ?1"
         rows = self._do(lambda c: c.execute(which, (digest,)).fetchall(), [])
-        return [r for found, value in rows if (r := checked(value, found, Refusal)) is not None]
+        return [r for found, value in rows if (r := checked(value, found, Lost)) is not None]
 
     def clear(self) -> int:
-        """Forget every record, refusal, verdict and table, and delete files set aside; how many records there were."""
+        """Forget every record, lost candidate, verdict and table, and delete files set aside; how many records there were."""
 
         def emptied(connection: sqlite3.Connection) -> int:
             count = connection.execute("DELETE FROM decisions").rowcount

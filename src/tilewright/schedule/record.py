@@ -73,7 +73,7 @@ Moment = Annotated[float, msgspec.Meta(ge=0, lt=32503680000)]  # seconds since 1
 Text = Annotated[str, msgspec.Meta(max_length=4000)]
 
 
-class Loser(msgspec.Struct, frozen=True):
+class RejectedRecord(msgspec.Struct, frozen=True):
     """A candidate that was not chosen, or a point of its space (`knobs`): the sentence why, and its time if it was timed.
 
     Files of earlier versions have neither knobs nor a kind, and the knobs in parentheses behind the candidate's name.
@@ -98,7 +98,7 @@ class Record(msgspec.Struct, frozen=True):
     candidate: Text
     knobs: tuple[tuple[Text, bool | int | str], ...]
     time_us: Time | None
-    rejected: tuple[Loser, ...]
+    rejected: tuple[RejectedRecord, ...]
     made_s: Moment
     provisional: Text = ""
 
@@ -107,7 +107,7 @@ class Record(msgspec.Struct, frozen=True):
         return self.key.digest()
 
 
-class Refusal(msgspec.Struct, frozen=True):
+class Lost(msgspec.Struct, frozen=True):
     """A candidate that did not come back from a problem: the sentence how, and when. Its key is that of every budget."""
 
     key: Key
@@ -172,10 +172,10 @@ class Table(msgspec.Struct, frozen=True):
         return self.key.digest()
 
 
-Kept = TypeVar("Kept", Record, Refusal, Verdict, Table)
+Kept = TypeVar("Kept", Record, Lost, Verdict, Table)
 
 
-def with_checksum(content: Record | Refusal | Verdict | Table) -> bytes:
+def with_checksum(content: Record | Lost | Verdict | Table) -> bytes:
     """The bytes that are stored: a SHA-256 digest, then the record as JSON."""
     encoded = msgspec.json.encode(content)
     return hashlib.sha256(encoded).digest() + encoded

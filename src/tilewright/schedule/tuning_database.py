@@ -55,8 +55,7 @@ from tilewright.schedule.candidate import (
 )
 from tilewright.schedule.key import UNMEASURED, budgets_for, circumstances, digest_of
 from tilewright.schedule.problem import AnyProblem
-from tilewright.schedule.record import Key, Loser, Record, Table, Verdict
-from tilewright.schedule.record import Refusal as LostRecord
+from tilewright.schedule.record import Key, Lost, Record, RejectedRecord, Table, Verdict
 from tilewright.schedule.search import Decision, Rejected, search
 from tilewright.schedule.shipped import DIGITS, shipped
 from tilewright.threads import count
@@ -125,7 +124,7 @@ class TuningDatabase:
 
     def find(self, problem: AnyProblem, weights: Mapping[int, torch.Tensor], budget_s: float) -> Decision | None:
         """The decision of a search of `budget_s` or more in the same circumstances, if it still holds."""
-        refused = {r.candidate for r in self._refusals(problem)}
+        refused = {r.candidate for r in self._lost(problem)}
         for record, foreign, text in self._records(problem, budget_s):
             if record.candidate in refused:
                 continue
@@ -215,7 +214,7 @@ class TuningDatabase:
             self._settle(record.key, decision, ())
         return replace(decision, rejected=(), recalled=True)
 
-    def _settle(self, key: Key, decision: Decision, losers: tuple[Loser, ...]) -> None:
+    def _settle(self, key: Key, decision: Decision, losers: tuple[RejectedRecord, ...]) -> None:
         """Keep a decision."""
         kernel, us = decision.kernel, decision.time_us
         problem, noise = str(decision.problem), decision.provisional[:LONGEST]
@@ -229,7 +228,7 @@ class TuningDatabase:
         """The candidates that compete: None for all as they are; or all, with the point that a hint names tried first, and
         those that did not come back replaced by their refusals."""
         hint = self._hints.get(self._key(problem, 0).problem)
-        refused = {} if self._retry else {r.candidate: _sentence(r) for r in self._refusals(problem)}
+        refused = {} if self._retry else {r.candidate: _sentence(r) for r in self._lost(problem)}
         if hint is None and not refused:
             return None
         found: list[Candidate] = []
@@ -257,7 +256,7 @@ class TuningDatabase:
     def lost(self, problem: AnyProblem, candidate: str, why: str) -> None:
         """Remember that a candidate did not come back from a problem."""
         if self._cache is not None:
-            self._cache.refuse(LostRecord(self._any_budget(problem), str(problem), candidate, why[:LONGEST], time.time()))
+            self._cache.keep_lost(Lost(self._any_budget(problem), str(problem), candidate, why[:LONGEST], time.time()))
 
     def alone(self, problem: AnyProblem, budget_s: float) -> AbstractContextManager[bool]:
         """A context in which other processes wait for the decision on the problem, for `WAIT_S` seconds at most."""
@@ -267,15 +266,17 @@ class TuningDatabase:
 
     def keep(self, decision: Decision, budget_s: float) -> None:
         """Record what a search of `budget_s` decided; where it measured nothing, for those that are not to measure."""
-        losers = tuple(Loser(r.candidate, r.why[:LONGEST], r.time_us, r.schedule.knobs, r.kind) for r in decision.rejected)
+        losers = tuple(
+            RejectedRecord(r.candidate, r.why[:LONGEST], r.time_us, r.schedule.knobs, r.kind) for r in decision.rejected
+        )
         measured = decision.measured and decision.time_us is not None
         self._settle(self._key(decision.problem, budget_s if measured else 0), decision, losers)
         self.vouch(decision)
         if self._cache is not None and self._retry:
             lost = {r.candidate for r in decision.rejected if r.kind == "lost"}
-            for refusal in self._refusals(decision.problem):
-                if refusal.candidate not in lost:
-                    self._cache.evict_refusal(refusal)
+            for known in self._lost(decision.problem):
+                if known.candidate not in lost:
+                    self._cache.evict_lost(known)
 
     def key_of_rows(self, first: int, last: int, ends: Sequence[AnyProblem]) -> Key:
         """The key of a table from `first` to `last` rows, given the problems there."""
@@ -307,8 +308,8 @@ class TuningDatabase:
         """The key with all that depends on the search's time or on where weights were left out."""
         return msgspec.structs.replace(self._key(problem, 0), budget="", cold=False, family="")
 
-    def _refusals(self, problem: AnyProblem) -> list[LostRecord]:
-        return [] if self._cache is None else self._cache.refusals(self._any_budget(problem))
+    def _lost(self, problem: AnyProblem) -> list[Lost]:
+        return [] if self._cache is None else self._cache.lost(self._any_budget(problem))
 
     def _key(self, problem: AnyProblem, budget_s: float) -> Key:
         if problem not in self._digests:
@@ -338,7 +339,7 @@ class TuningDatabase:
         """Those that hold in these circumstances, whether they came from elsewhere, and the digest of the text for which alone
         they hold, if there is one."""
         key = self._key(problem, budget_s)
-        if self._retry and self._refusals(problem):
+        if self._retry and self._lost(problem):
             return
         hint = self._hints.get(key.problem)
         names = budgets_for(budget_s)
@@ -403,9 +404,9 @@ def offered(problem: AnyProblem, target: Target, candidate: str, schedule: Sched
         return False
 
 
-def _sentence(refusal: LostRecord) -> str:
-    when = datetime.fromtimestamp(refusal.made_s, UTC).date()
-    return f"{refusal.why}, on {when}; not tried again unless `tilewright tune --retry` asks for it"
+def _sentence(lost: Lost) -> str:
+    when = datetime.fromtimestamp(lost.made_s, UTC).date()
+    return f"{lost.why}, on {when}; not tried again unless `tilewright tune --retry` asks for it"
 
 
 def _drawn(digest: bytes) -> bool:

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from tilewright.hardware.target import Target
-from tilewright.report.schema import Choice, Refusal, Step
+from tilewright.report.schema import Choice, RejectedChoice, Step
 from tilewright.report.words import count, us
 from tilewright.schedule.candidate import LIBRARIES, Schedule, discover, labelled
 from tilewright.schedule.cost import predict
@@ -58,15 +58,15 @@ def chosen_of(decision: Decision, target: Target | None = None) -> Choice:
     return Choice(kernel.candidate, str(kernel.schedule), us, expected, recalled, decision.provisional)
 
 
-def refusals_of(decision: Decision, target: Target | None = None) -> list[Refusal]:
+def rejected_of(decision: Decision, target: Target | None = None) -> list[RejectedChoice]:
     """The candidates that do not; what the cost model expects of those that could."""
-    chosen, found = decision.kernel, list[Refusal]()
+    chosen, found = decision.kernel, list[RejectedChoice]()
     for r in decision.rejected:
         known = bool(r.schedule.knobs) or r.time_us is not None
         expected = _predicted(decision, r.candidate, r.schedule, target) if known else None
         other = r.schedule.knobs if r.candidate == chosen.candidate else ()
         differs = Schedule(tuple(k for k in other if k not in chosen.schedule.knobs))
-        found.append(Refusal(r.candidate, r.why, r.time_us, settings(r.schedule), expected, r.kind, settings(differs)))
+        found.append(RejectedChoice(r.candidate, r.why, r.time_us, settings(r.schedule), expected, r.kind, settings(differs)))
     return found
 
 
@@ -87,7 +87,7 @@ def _predicted(decision: Decision, name: str, schedule: Schedule, target: Target
     return None if expected is None else round(float(expected), 3)
 
 
-def mispredictions(chosen: Choice, rejected: Sequence[Refusal]) -> list[str]:
+def mispredictions(chosen: Choice, rejected: Sequence[RejectedChoice]) -> list[str]:
     """A sentence for each candidate that took more than twice, or less than half, of what was expected; none where the times
     are not reliable."""
     found: list[str] = []

@@ -14,7 +14,7 @@ from tilewright.ir.anchor import ANCHORS, operands_of
 from tilewright.ir.graph import Node, toposort
 from tilewright.ir.ops import ALIASES, Const, Input, Item, Param
 from tilewright.ir.shown import op_name
-from tilewright.report.explain.choices import chosen_of, mispredictions, provisional_words, refusals_of
+from tilewright.report.explain.choices import chosen_of, mispredictions, provisional_words, rejected_of
 from tilewright.report.explain.findings import FOLDABLE, Reasons, fallback, not_read_through, unfused
 from tilewright.report.explain.words import accumulator_words, operand_words, store_words
 from tilewright.report.measure.inputs import Feed
@@ -87,7 +87,7 @@ def account(program: Executable, name: str, feeds: Sequence[Feed]) -> Gemm:
         verified=wrong is None,
         chosen=chosen_of(decision),
         measured=decision.measured,
-        rejected=refusals_of(decision),
+        rejected=rejected_of(decision),
         error=shown.error,
         bound=shown.bound,
         why=shown.why,
@@ -107,7 +107,7 @@ def _product(program: Executable, step: Step, decision: Decision, reasons: Reaso
     graph = program.graph
     work = work_of(step)
     chosen = chosen_of(decision, ceilings)
-    rejected = refusals_of(decision, ceilings)
+    rejected = rejected_of(decision, ceilings)
     return Product(
         names=[step.name],
         kind=step.part.kind,

@@ -8,7 +8,7 @@ from datetime import UTC, datetime
 
 from tilewright.report.explain.choices import settings, way_of
 from tilewright.report.program import target_name
-from tilewright.report.schema import CacheInfo, Refused, Tune, Tuned
+from tilewright.report.schema import CacheInfo, LostCandidate, Tune, Tuned
 from tilewright.runtime.executable import Executable
 from tilewright.schedule.cache import Cache
 from tilewright.schedule.search import Decision
@@ -60,7 +60,7 @@ def describe_cache(cache: Cache | None) -> CacheInfo:
         by_version=_counted([r.key.tilewright for r in records]),
         oldest=_time(made[0]) if made else None,
         newest=_time(made[-1]) if made else None,
-        refused=[Refused(r.candidate, r.problem, r.why, _time(r.made_s)) for r in cache.refusals()],
+        refused=[LostCandidate(r.candidate, r.problem, r.why, _time(r.made_s)) for r in cache.lost()],
     )
 
 

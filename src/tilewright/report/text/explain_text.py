@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from rich.console import Console
 
 from tilewright.report.explain.choices import off_by
-from tilewright.report.schema import Choice, Explain, Finding, Product, Refusal
+from tilewright.report.schema import Choice, Explain, Finding, Product, RejectedChoice
 from tilewright.report.text.quantized_table import print_quantized
 from tilewright.report.text.tables import findings, hanging, heading, line, noise_line
 from tilewright.report.words import count, listing, us
@@ -122,7 +122,7 @@ def how(chosen: Choice, measured: bool, *, tied: bool = False) -> str:
     return f"{us(chosen.time_us)} µs{expected}, {best} with the reference{when}"
 
 
-def refusals(rejected: Sequence[Refusal], chosen: Choice | None = None) -> list[str]:
+def refusals(rejected: Sequence[RejectedChoice], chosen: Choice | None = None) -> list[str]:
     """The candidates that lost, timed ones first, each with why; those that cannot do the problem at all last.
 
     Of another point of the chosen candidate only the settings are named that differ.
@@ -136,14 +136,14 @@ def refusals(rejected: Sequence[Refusal], chosen: Choice | None = None) -> list[
     return [f"{', '.join(dict.fromkeys(names))}: {why}" for why, names in alike.items()]
 
 
-def _beside_chosen(r: Refusal, chosen: Choice | None) -> str:
+def _beside_chosen(r: RejectedChoice, chosen: Choice | None) -> str:
     """A candidate and its settings, as far as they are not those chosen."""
     if chosen is not None and r.differs:
         return f"{r.candidate} with {r.differs}"
     return labelled(r.candidate, r.schedule)
 
 
-def _lost(r: Refusal, best_us: float | None, *, noisy: bool) -> str:
+def _lost(r: RejectedChoice, best_us: float | None, *, noisy: bool) -> str:
     """The words why one lost; in noise the cost model is not held to its time."""
     expected = _expected(r.predicted_us, None if noisy else r.time_us)
     if r.time_us is None or not best_us:
