@@ -1,4 +1,7 @@
-"""load -> rules -> plan -> executable, and nothing else."""
+"""Compiling: load, quantise and halve if asked, rewrite, choose a kernel for each problem within one budget, prepare.
+
+Regions of loops and branches are compiled the same way, as programs of their own.
+"""
 
 from __future__ import annotations
 

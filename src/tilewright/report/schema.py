@@ -30,7 +30,7 @@ class Rejected(msgspec.Struct, frozen=True):
 
 
 class Step(msgspec.Struct, frozen=True):
-    """One step of the plan, timed with the values it has in the program.
+    """One step of the program, timed with the values it has in the program.
 
     `chosen` is how its kernel was: "read back", "measured" or "not measured"; "" for a call into the source's library.
     """

@@ -1,1 +1,1 @@
-"""Running a plan."""
+"""Running a program."""

@@ -1,4 +1,4 @@
-"""Running a plan: steps over numbered value slots, each value dropped after its last reader."""
+"""Running a program: steps over numbered value slots, each value dropped after its last reader."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ Inner = Callable[[Graph], "Executable"]
 
 @dataclass(frozen=True, repr=False)
 class Step:
-    """One part of the plan and what runs it.
+    """One part of the program and what runs it.
 
     Attributes:
         name: where it stands in the source.

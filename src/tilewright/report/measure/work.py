@@ -143,7 +143,7 @@ def candidate_of(step: Step) -> str:
 
 
 def counts(steps: Sequence[Step]) -> dict[str, int]:
-    """The number of steps of each kind in a plan, the most frequent first."""
+    """The number of steps of each kind in a program, the most frequent first."""
     return dict(Counter(s.part.kind for s in steps).most_common())
 
 
