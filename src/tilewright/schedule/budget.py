@@ -135,7 +135,7 @@ class SharedBudget:
             self._waiting.pop(self._texts[problem], None)
             return found
         share = self._share(problem)
-        if share > 0 and not ready(share):
+        if share > 0 and not ready(self._within(share)):
             share = 0.0
         candidates = None if database is None else database.candidates(problem)
         if share <= 0:
