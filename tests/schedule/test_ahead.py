@@ -72,7 +72,7 @@ def test_what_a_problem_is_taken_apart_to_is_compiled_too():
 
 def test_layers_that_differ_in_scales_are_compiled_once_and_nothing_where_nothing_is_measured(monkeypatch):
     asked, told = [], []
-    monkeypatch.setattr(budget, "compile_ahead", lambda problems, target, *, within_s: asked.append((problems, within_s)))
+    monkeypatch.setattr(budget, "compile_ahead", lambda p, target, *, within_s, chosen: asked.append((p, within_s, chosen)))
     given, w = input_("x", F32, (8, 8)), input_("w", F32, (8, 8))
     value = given
     for scale in (0.3, 0.7):
@@ -81,8 +81,8 @@ def test_layers_that_differ_in_scales_are_compiled_once_and_nothing_where_nothin
     compiler.chooser(graph, H200, 1.0, lambda *given: told.append(given))
     compiler.chooser(graph, H200, 0.0, None)
     compiler.chooser(graph, detect("cpu"), 1.0, None)
-    ((problems, within_s),) = asked
-    assert [p.kind for p in problems] == ["gemm"] and within_s == 0.5
+    ((problems, within_s, chosen),) = asked
+    assert [p.kind for p in problems] == ["gemm"] and within_s == 0.5 and not chosen
     assert told == [(0, 2, "compiling what will be tried first")]
 
 

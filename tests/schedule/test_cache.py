@@ -625,3 +625,28 @@ def test_a_forked_child_has_a_connection_of_its_own(tmp_path):
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.stdout == "[0, 0, 0] 5\n", done.stderr
+
+
+def test_what_there_was_no_time_to_measure_serves_those_who_have_no_more(kept):
+    problem = problem_of(gemm(input_("x", F32, (8, 32)), input_("w", F32, (32, 32))))
+    decision = database.repeat(problem, CPU, "llvm", next(iter(_llvm(problem).schedules())), {})
+    assert decision.time_us is None
+    known, tuning = TuningDatabase(CPU, kept), TuningDatabase(CPU, kept, finish=True)
+    known.keep(decision, 0.5)
+    known.keep(decision, 0.1)
+    assert known.known(problem, 0.5) and known.known(problem, 0) and not known.known(problem, 0.6)
+    assert tuning.known(problem, 0) and not tuning.known(problem, 0.5)
+    found = known.find(problem, {}, 0.5)
+    assert not found.measured and not found.recalled and found.kernel.schedule == decision.kernel.schedule
+
+
+def test_the_sample_ends_when_it_has_taken_its_time(kept, examined, monkeypatch):
+    monkeypatch.setattr(database, "RECHECKED", 1.0)
+    monkeypatch.setattr(database, "_rechecking_s", 0.0)
+    compiler.compile(program(2.0), budget_s=BUDGET_S)
+    before = len(examined)
+    compiler.compile(program(2.0), budget_s=0)
+    assert len(examined) == before + 1 and database._rechecking_s > 0
+    monkeypatch.setattr(database, "_rechecking_s", database.RECHECKING_S)
+    compiler.compile(program(2.0), budget_s=0)
+    assert len(examined) == before + 1

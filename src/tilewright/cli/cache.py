@@ -45,7 +45,8 @@ def tune(
     hints = () if imported is None else read_records(imported)
     graph = given.load()
     cache = user_cache() if how.cache else None
-    database = TuningDatabase(detect(how.device), cache, excess_precision=how.excess_precision, hints=hints, retry=retry)
+    excess = how.excess_precision
+    database = TuningDatabase(detect(how.device), cache, excess_precision=excess, hints=hints, retry=retry, finish=True)
     budget_s = TUNE_BUDGET_S if how.budget is None else how.budget
     started = time.monotonic()
     try:

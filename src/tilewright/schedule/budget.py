@@ -79,11 +79,12 @@ class SharedBudget:
         self._accepted_s = min(budget_s / max(len(different), 1), self._longest_s)
         unknown = {t: p for t, p in different.items() if database is None or not database.known(p, self._accepted_s)}
         self._waiting = {text: self._weights[text] for text in unknown}
-        if budget_s > 0 and target.kind != "cpu" and unknown:
+        chosen = [] if database is None or target.kind == "cpu" else database.to_build(different.values())
+        if target.kind != "cpu" and (chosen or (budget_s > 0 and unknown)):
             if progress is not None:
                 progress(0, self._total, "compiling what will be tried first")
-            first = sorted(unknown.values(), key=self.weight, reverse=True)
-            compile_ahead(first, target, within_s=budget_s / 2)
+            first = sorted(unknown.values() if budget_s > 0 else (), key=self.weight, reverse=True)
+            compile_ahead(first, target, within_s=budget_s / 2 if budget_s > 0 else None, chosen=chosen)
 
     def weight(self, problem: AnyProblem) -> float:
         """The time in µs that a call of the program is expected to spend on a problem and those like it, at the least."""
@@ -140,12 +141,12 @@ class SharedBudget:
         candidates = None if database is None else database.candidates(problem)
         if share <= 0:
             how = partial(search, problem, self._target, budget_s=0, candidates=candidates, weights=weights)
-            return how() if database is None else database.settle(problem, weights, how)
+            return how() if database is None else database.settle(problem, weights, how, asked_s=self._accepted_s)
         how = partial(search, problem, self._target, budget_s=share, weights=weights, cold=self._cold)
         if database is None:
             return how(within_s=self._within(share))
-        with database.alone(problem, self._accepted_s) as first:
-            found = None if first else database.find(problem, weights, self._accepted_s)
+        with database.alone(problem, self._accepted_s):
+            found = database.find(problem, weights, self._accepted_s)  # another process may have come to it meanwhile
             if found is not None:
                 return found
             began = time.monotonic()

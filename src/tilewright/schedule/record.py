@@ -90,7 +90,8 @@ class Record(msgspec.Struct, frozen=True):
     """One decision: the problem as people read it, the candidate and the point of its space, its time (None if nothing was
     timed), the others.
 
-    `provisional`: why the times are not reliable, "" if they are.
+    `provisional`: why the times are not reliable, "" if they are. `asked_s`: the seconds there were for a problem that nobody
+    timed.
     """
 
     key: Key
@@ -101,6 +102,7 @@ class Record(msgspec.Struct, frozen=True):
     rejected: tuple[RejectedRecord, ...]
     made_s: Moment
     provisional: Text = ""
+    asked_s: Time = 0.0
 
     def digest(self) -> bytes:
         """The digest under which it is stored."""

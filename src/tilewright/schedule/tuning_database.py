@@ -65,7 +65,9 @@ WAIT_S = 30.0  # for another process that measures the same problem; then both d
 LOOKED_S = 5.0  # for which a look at the load holds
 LONGEST = 4000  # characters of a sentence that is kept
 RECHECKED = 0.05  # of the kernels that are read back are verified again, unless $TILEWRIGHT_RECHECK says how many
+RECHECKING_S = 0.5  # after which a process verifies no more of the sample, unless it says how many
 _CHANCE = secrets.token_bytes(16)  # by which the sample is drawn, another one in each process
+_rechecking_s = 0.0  # that this process took to verify it
 
 
 def user_cache() -> Cache | None:
@@ -96,15 +98,17 @@ class TuningDatabase:
         hints: Iterable[Record] = (),
         retry: bool = False,
         family: str = "",
+        finish: bool = False,
     ) -> None:
         """`hints` are records from elsewhere, of any machine; the first one of a problem counts.
 
         `retry`: problems of which a candidate is remembered as refused are searched anew, with it.
 
         `settled` then holds the record of each decision that was measured or read back, by digest of its problem. `family`
-        names the part of the candidates that choices are made among; "" stands for all.
+        names the part of the candidates that choices are made among; "" stands for all. `finish`: what a search of as much time
+        did not come to measure is measured now.
         """
-        self.family = family
+        self.family, self._finish = family, finish
         self._target, self._cache, self._retry = target, cache, retry
         self._circumstances = circumstances(target, excess_precision=excess_precision)
         self._hints: dict[str, Record] = {}
@@ -164,10 +168,9 @@ class TuningDatabase:
     ) -> Decision | None:
         """One point of one candidate, built, and verified if it was not before; None if it does not do here, or if `text` is
         given and the digest of what its kernel is generated as does not begin with that."""
-        digest, known = None, False
+        digest, known, began = None, False, time.perf_counter()
         try:
             (found,) = [c for c in discover() if c.name == candidate and concerns(c, problem, self._target)]
-            began = time.perf_counter()
             kernel = kernel_of(plan_for(found, problem, self._target), schedule)
             if text is not None and kernel.text[:DIGITS] != text:
                 return None
@@ -179,6 +182,9 @@ class TuningDatabase:
             if text is not None:
                 return None
         decision = repeat(problem, self._target, candidate, schedule, weights)
+        if known:
+            global _rechecking_s
+            _rechecking_s += time.perf_counter() - began
         if decision is not None:
             self.vouch(decision)
         elif known and digest is not None and self._cache is not None:
@@ -214,13 +220,16 @@ class TuningDatabase:
             self._settle(record.key, decision, ())
         return replace(decision, rejected=(), recalled=True)
 
-    def _settle(self, key: Key, decision: Decision, losers: tuple[RejectedRecord, ...]) -> None:
+    def _settle(self, key: Key, decision: Decision, losers: tuple[RejectedRecord, ...], *, asked_s: float = 0.0) -> None:
         """Keep a decision."""
         kernel, us = decision.kernel, decision.time_us
         problem, noise = str(decision.problem), decision.provisional[:LONGEST]
         record = Record(key, problem, kernel.candidate, kernel.schedule.knobs, us, losers, time.time(), noise)
         if us is not None:
             self.settled[key.problem] = record
+        elif self._cache is not None:
+            before = self._cache.get(key)
+            record = msgspec.structs.replace(record, asked_s=max(asked_s, 0.0 if before is None else before.asked_s))
         if self._cache is not None:
             self._cache.put(record)
 
@@ -239,9 +248,16 @@ class TuningDatabase:
                 found.append(_hinted(c, Schedule(hint.knobs)) if hint is not None and c.name == hint.candidate else c)
         return found
 
-    def settle(self, problem: AnyProblem, weights: Mapping[int, torch.Tensor], choose: Callable[[], Decision]) -> Decision:
+    def settle(
+        self,
+        problem: AnyProblem,
+        weights: Mapping[int, torch.Tensor],
+        choose: Callable[[], Decision],
+        *,
+        asked_s: float = 0.0,
+    ) -> Decision:
         """The decision that is known, or that another process comes to meanwhile; else that of `choose`, which measures
-        nothing, and is kept."""
+        nothing, and is kept; for those, too, that have `asked_s` for the problem, if that much was meant for it."""
         found = self.find(problem, weights, 0)
         if found is not None:
             return found
@@ -250,7 +266,7 @@ class TuningDatabase:
             if found is not None:
                 return found
             decision = choose()
-            self.keep(decision, 0)
+            self.keep(decision, asked_s)
         return decision
 
     def lost(self, problem: AnyProblem, candidate: str, why: str) -> None:
@@ -265,12 +281,13 @@ class TuningDatabase:
         return self._cache.alone(self._key(problem, budget_s), WAIT_S)
 
     def keep(self, decision: Decision, budget_s: float) -> None:
-        """Record what a search of `budget_s` decided; where it measured nothing, for those that are not to measure."""
+        """Record what a search of `budget_s` decided. Where it measured nothing, that serves those who are to measure nothing,
+        and those that have no more time."""
         losers = tuple(
             RejectedRecord(r.candidate, r.why[:LONGEST], r.time_us, r.schedule.knobs, r.kind) for r in decision.rejected
         )
         measured = decision.measured and decision.time_us is not None
-        self._settle(self._key(decision.problem, budget_s if measured else 0), decision, losers)
+        self._settle(self._key(decision.problem, budget_s if measured else 0), decision, losers, asked_s=budget_s)
         self.vouch(decision)
         if self._cache is not None and self._retry:
             lost = {r.candidate for r in decision.rejected if r.kind == "lost"}
@@ -342,10 +359,8 @@ class TuningDatabase:
         if self._retry and self._lost(problem):
             return
         hint = self._hints.get(key.problem)
-        names = budgets_for(budget_s)
+        names = [name for name in budgets_for(budget_s) if name != UNMEASURED]
         for name in names:
-            if name == UNMEASURED:
-                yield from self._shipped(problem, key, names, measuring=False)
             wanted = msgspec.structs.replace(key, budget=name)
             if self._cache is not None and (found := self._cache.get(wanted)) is not None:
                 if budget_s > 0 and found.provisional and self._quiet():
@@ -353,8 +368,11 @@ class TuningDatabase:
                 yield found, False, None
             if hint is not None and hint.key == wanted:
                 yield hint, True, None
-        if budget_s > 0:
-            yield from self._shipped(problem, key, names, measuring=True)
+        yield from self._shipped(problem, key, names, measuring=budget_s > 0)
+        if self._cache is not None and (budget_s <= 0 or not self._finish):
+            found = self._cache.get(msgspec.structs.replace(key, budget=UNMEASURED))
+            if found is not None and found.asked_s >= budget_s:
+                yield found, False, None
 
     def _quiet(self) -> bool:
         """Tell whether times taken now would be reliable."""
@@ -412,7 +430,7 @@ def _sentence(lost: Lost) -> str:
 def _drawn(digest: bytes) -> bool:
     """Tell whether a kernel is one of the sample that is verified again."""
     try:
-        share = float(os.environ.get("TILEWRIGHT_RECHECK", RECHECKED))
+        share = float(os.environ.get("TILEWRIGHT_RECHECK", RECHECKED if _rechecking_s < RECHECKING_S else 0.0))
     except ValueError:
         share = 1.0
     return int.from_bytes(hashlib.sha256(_CHANCE + digest).digest()[:4]) < share * 2**32
