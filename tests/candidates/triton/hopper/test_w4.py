@@ -33,7 +33,7 @@ from tilewright.candidates.triton.hopper.w4.candidate import CANDIDATE, FewRows
 from tilewright.candidates.triton.hopper.w4.convert import byte_factor, dequantize_to_bytes
 from tilewright.candidates.triton.hopper.w4.kernel_config import KernelConfig, TileConfig
 from tilewright.candidates.triton.hopper.w4.pack import BLOCK, bias, packed, packed_weights, places
-from tilewright.candidates.triton.hopper.w4.plan import Plan, plan_of
+from tilewright.candidates.triton.hopper.w4.plan import PackedGemm, plan_of
 from tilewright.candidates.triton.hopper.w4.space import configs
 from tilewright.candidates.triton.runtime.module import assembly, needs
 from tilewright.schedule.candidate import plan_for, refusal
@@ -109,7 +109,7 @@ def test_a_word_for_an_operand_of_8_bits_holds_four_neighbours():
 
 def test_weights_are_packed_once_until_somebody_writes_to_them():
     plan = plan_of(posed("f16[8,256] @ s4[64,256]^T group=128"))
-    assert isinstance(plan, Plan)
+    assert isinstance(plan, PackedGemm)
     codes, scales = torch.randint(-8, 8, (64, 256), dtype=torch.int8), torch.rand(64, 2).half()
     first = packed_weights([codes, scales], plan.weights, F16)
     assert packed_weights([codes, scales], plan.weights, F16)[0] is first[0]
@@ -568,7 +568,7 @@ def test_bytes_that_are_made_of_codes_are_what_a_lane_multiplies(operand, kind, 
     zero = torch.randint(int(kind.min), int(kind.max) + 1, (256, 64 // sub)).to(kind.to_torch())
     line = f"{operand}[17,64] @ {kind}[256,64]^T group={sub}{' zero_point' * zeros} -> f16"
     plan = plan_of(posed(line))
-    assert isinstance(plan, Plan), plan
+    assert isinstance(plan, PackedGemm), plan
     scales = torch.rand(256, 64 // sub)
     words, _, *points = packed_weights([codes, scales, *[zero] * zeros], plan.weights, operand)
     lanes = words[0].numpy().view(np.uint32).reshape(4, -1, 32, 4).transpose(0, 2, 1, 3).reshape(128, -1)

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from tilewright.candidates.triton.hopper.gemm.plan import plan_of
-from tilewright.candidates.triton.hopper.gemm.run import HopperPlan
+from tilewright.candidates.triton.hopper.gemm.run import Plan
 from tilewright.candidates.triton.runtime import module
 from tilewright.hardware.target import Target
 from tilewright.schedule.candidate import GEMM, GPU, Candidate, Unsupported
 from tilewright.schedule.problem import Problem
 
 
-def plan(problem: Problem, target: Target) -> HopperPlan:
+def plan(problem: Problem, target: Target) -> Plan:
     """The plan of a gemm on an `sm_90` target with Triton installed.
 
     Raises:
@@ -20,7 +20,7 @@ def plan(problem: Problem, target: Target) -> HopperPlan:
         raise Unsupported("wgmma and TMA as they are used here are Hopper's (sm_90)")
     if not module.installed():
         raise Unsupported(module.INSTALL)
-    found = HopperPlan(plan_of(problem, target))
+    found = Plan(plan_of(problem, target))
     if not found.tiles:
         raise Unsupported("no tile fits shared memory")
     return found

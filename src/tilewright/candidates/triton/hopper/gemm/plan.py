@@ -1,4 +1,4 @@
-"""The plan of a gemm for a Hopper kernel: where both operands lie in memory, and where the stores go."""
+"""A gemm in the terms of a Hopper kernel: where both operands lie in memory, and where the stores go."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ class BlockScales:
 
 
 @dataclass(frozen=True)
-class Plan:
+class HopperGemm:
     """A gemm in a Hopper kernel's terms.
 
     Attributes:
@@ -174,7 +174,7 @@ class Plan:
         return self.batch * -(-self.M // rows) * -(-self.N // columns)
 
 
-def plan_of(problem: Problem, target: Target) -> Plan:
+def plan_of(problem: Problem, target: Target) -> HopperGemm:
     """The plan.
 
     Raises:
@@ -202,7 +202,7 @@ def plan_of(problem: Problem, target: Target) -> Plan:
     if up is not None and scales is not None:
         raise Unsupported("scales by blocks of both halves of the columns")
     stores = tuple(of_store(root) for root in roots)
-    return Plan(problem, target, batch, rows, N if up is None else N // 2, K, lhs, rhs, stores, scales, up)
+    return HopperGemm(problem, target, batch, rows, N if up is None else N // 2, K, lhs, rhs, stores, scales, up)
 
 
 def _block_scales(problem: Problem) -> tuple[BlockScales, Node, Node] | None:

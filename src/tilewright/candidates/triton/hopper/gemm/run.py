@@ -11,7 +11,7 @@ import torch
 
 from tilewright.candidates.triton.gemm.dots import SHORT_SUM_BITS, SHORT_SUM_ROUNDOFF
 from tilewright.candidates.triton.hopper.gemm.epilogue import write
-from tilewright.candidates.triton.hopper.gemm.plan import Plan
+from tilewright.candidates.triton.hopper.gemm.plan import HopperGemm
 from tilewright.candidates.triton.hopper.gemm.space import tile_configs, work
 from tilewright.candidates.triton.hopper.gemm.spec import Argument, KernelSpec, TileConfig, spec_of
 from tilewright.candidates.triton.hopper.gemm.tma import with_descriptors
@@ -29,15 +29,15 @@ MOST_TRIED = 12  # tile configurations; the ranking is better than what is left 
 
 
 @dataclass(frozen=True)
-class HopperPlan:
-    """Kernels of the Hopper gemm for a plan, as a candidate offers them.
+class Plan:
+    """Kernels for a gemm on Hopper, as a candidate offers them.
 
     Attributes:
-        gemm: the plan.
+        gemm: the problem in the kernels' terms.
         name: the candidate's.
     """
 
-    gemm: Plan
+    gemm: HopperGemm
     name: ClassVar[str] = "hopper"
 
     @cached_property

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from itertools import product
 
-from tilewright.candidates.triton.hopper.gemm.plan import Plan
+from tilewright.candidates.triton.hopper.gemm.plan import HopperGemm
 from tilewright.candidates.triton.hopper.gemm.spec import KernelSpec, Store, TileConfig, leaves, spec_of
 from tilewright.candidates.triton.runtime.versions import whole_views
 from tilewright.dtype import BF16, F16
@@ -60,7 +60,7 @@ GROUP_M = 16
 SMALLEST = TileConfig(64, 64, 128, 2, GROUP_M, False, False, False, False, 1, 0)
 
 
-def tile_configs(plan: Plan, most_elements: int = STREAM_K_ELEMENTS) -> list[TileConfig]:
+def tile_configs(plan: HopperGemm, most_elements: int = STREAM_K_ELEMENTS) -> list[TileConfig]:
     """The legal points, the most promising first."""
     found = list(_legal(plan, most_elements))
     took = {p: float(predict_us(work(spec_of(plan, p)), plan.target)) for p in found}
@@ -73,7 +73,7 @@ def tile_configs(plan: Plan, most_elements: int = STREAM_K_ELEMENTS) -> list[Til
     return sorted(found, key=lambda p: took[p])
 
 
-def _legal(plan: Plan, most_elements: int) -> Iterable[TileConfig]:
+def _legal(plan: HopperGemm, most_elements: int) -> Iterable[TileConfig]:
     steps = plan.k_tiles
     for base in _bases(plan):
         blocks_each, tiles = 2 if base.multicast else 1, plan.tiles(base)
@@ -126,7 +126,7 @@ def ring_stages(spec: KernelSpec) -> int:
     return min(room // config.stage_bytes, MOST_STAGES)
 
 
-def _bases(plan: Plan) -> Iterable[TileConfig]:
+def _bases(plan: HopperGemm) -> Iterable[TileConfig]:
     """Tiles, and who multiplies them."""
     tiles = TILES if plan.scales is None else BLOCK_TILES
     tiles = [t for t in tiles if plan.up is None or t[1] % GATE_UP_COLUMNS == 0]
@@ -137,7 +137,7 @@ def _bases(plan: Plan) -> Iterable[TileConfig]:
             yield replace(base, pingpong=True)
 
 
-def _vector_stores(plan: Plan) -> Iterable[bool]:
+def _vector_stores(plan: HopperGemm) -> Iterable[bool]:
     """Tell whether rows of the right operand may come in the order that gives a thread eight neighbours of the result: bytes
     should; what is wider needs fewer reads of the columns' scales then, but is copied once more."""
     if not plan.rhs.constant or plan.N % 32:

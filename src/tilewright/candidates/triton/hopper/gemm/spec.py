@@ -9,7 +9,7 @@ from functools import cached_property
 from typing import Any, ClassVar
 
 from tilewright.candidates.triton.expressions.printer import pointer_type
-from tilewright.candidates.triton.hopper.gemm.plan import Matrix, Plan
+from tilewright.candidates.triton.hopper.gemm.plan import HopperGemm, Matrix
 from tilewright.candidates.triton.hopper.gemm.tma import TMA_TYPES, TmaView, descriptor, tma_view
 from tilewright.dtype import PRED, U8, DType
 from tilewright.ir.expression import quantised_at_once
@@ -186,7 +186,7 @@ class KernelSpec:
         stores: the results.
     """
 
-    plan: Plan
+    plan: HopperGemm
     tile: TileConfig
     acc: DType
     stores: tuple[Store, ...]
@@ -269,7 +269,7 @@ def _tma_type(dtype: DType, view: TmaView) -> str:
     return descriptor(pointer_type(dtype)[1:], view.box)
 
 
-def spec_of(plan: Plan, tile: TileConfig) -> KernelSpec:
+def spec_of(plan: HopperGemm, tile: TileConfig) -> KernelSpec:
     """The kernel of a tile configuration."""
     if tile.vector_store and not plan.rhs.permuted:
         plan = replace(plan, rhs=plan.rhs.packed(permuted=True))
@@ -286,7 +286,7 @@ def spec_of(plan: Plan, tile: TileConfig) -> KernelSpec:
     return KernelSpec(plan, tile, plan.problem.acc.dtype, tuple(stores))
 
 
-def _store(access: Access, plan: Plan, rows: int, columns: int) -> Store:
+def _store(access: Access, plan: HopperGemm, rows: int, columns: int) -> Store:
     """A store in subtiles of so many columns."""
     if access.first % columns:  # a subtile would begin in one store and end in another
         return Store(access, None, columns)
@@ -295,7 +295,7 @@ def _store(access: Access, plan: Plan, rows: int, columns: int) -> Store:
     return Store(access, view, columns)
 
 
-def _aux(store: Store, plan: Plan, rows: int) -> tuple[Node, TmaView] | None:
+def _aux(store: Store, plan: HopperGemm, rows: int) -> tuple[Node, TmaView] | None:
     """The operand that TMA may bring of those a store reads: one as large as the result, of elements as large."""
     element = store.access.root.dtype.size_bytes(1)
     if store.view is None or store.view.m_major or store.access.columns_extent != plan.N:

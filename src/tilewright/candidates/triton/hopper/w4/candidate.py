@@ -19,7 +19,7 @@ from tilewright.candidates.triton.hopper.ptx import REWRITE_DIGEST, clustered, r
 from tilewright.candidates.triton.hopper.w4 import tiles
 from tilewright.candidates.triton.hopper.w4.kernel_config import KernelConfig, TileConfig
 from tilewright.candidates.triton.hopper.w4.pack import packed_weights
-from tilewright.candidates.triton.hopper.w4.plan import Plan, plan_of
+from tilewright.candidates.triton.hopper.w4.plan import PackedGemm, plan_of
 from tilewright.candidates.triton.hopper.w4.space import configs, work
 from tilewright.candidates.triton.runtime import module
 from tilewright.candidates.triton.runtime.launch import caller
@@ -52,7 +52,7 @@ class FewRows:
 
     problem: Problem
     target: Target
-    plan: Plan
+    plan: PackedGemm
 
     @cached_property
     def configs(self) -> tuple[KernelConfig, ...]:
@@ -129,7 +129,7 @@ class FewRows:
 
 
 @dataclass(frozen=True)
-class HopperW4:
+class Plan:
     """A gemm by one of two kernels.
 
     Attributes:
@@ -180,7 +180,7 @@ class HopperW4:
         return self._plan(schedule).build(schedule)
 
 
-def plan(problem: Problem, target: Target) -> HopperW4:
+def plan(problem: Problem, target: Target) -> Plan:
     """The plan of a gemm by constant weights of 4 or 8 bits on an `sm_90` target, for few rows or for many.
 
     Raises:
@@ -191,7 +191,7 @@ def plan(problem: Problem, target: Target) -> HopperW4:
     if not module.installed():
         raise Unsupported(module.INSTALL)
     few = plan_of(problem)
-    found = HopperW4(FewRows(problem, target, few), tiles.tiles_of(problem, target, few))
+    found = Plan(FewRows(problem, target, few), tiles.tiles_of(problem, target, few))
     if found.few.configs or found.large_schedules:
         return found
     if few.up is not None:

@@ -17,7 +17,7 @@ from tilewright.dtype import F16, F32, DType, dtype
 from tilewright.schedule.candidate import Schedule
 
 if TYPE_CHECKING:
-    from tilewright.candidates.triton.hopper.w4.plan import Plan
+    from tilewright.candidates.triton.hopper.w4.plan import PackedGemm
 
 BARRIER_AT, X_AT = 512, 1024  # in shared memory: the cluster's barriers, activations aligned as the swizzle wants them
 FEW = 2  # words of a row that a load brings where all of K is unrolled: with more of them registers run out
@@ -143,7 +143,7 @@ class KernelConfig(TileConfig):
     zeros: bool
 
     @classmethod
-    def of(cls, plan: Plan, tile: TileConfig) -> KernelConfig:
+    def of(cls, plan: PackedGemm, tile: TileConfig) -> KernelConfig:
         """A plan at a point of its space."""
         w = plan.weights
         return cls(

@@ -76,7 +76,7 @@ class Weights:
 
 
 @dataclass(frozen=True)
-class Plan:
+class PackedGemm:
     """The product [rows, K] x [K, out_features].
 
     Attributes:
@@ -120,7 +120,7 @@ class Plan:
         return self.packed_rows * (self.K * bits + self.K // w.scale_k * sides * w.scales.bits) // 8
 
 
-def plan_of(problem: Problem) -> Plan:
+def plan_of(problem: Problem) -> PackedGemm:
     """The plan of a problem.
 
     Raises:
@@ -146,7 +146,7 @@ def plan_of(problem: Problem) -> Plan:
         raise Unsupported("the result is empty or a sum of nothing")
     check(roots)
     stores = tuple(map(of_store, roots))
-    return Plan(rows, out_features, problem.K, _dense(problem, x, rows), operand, weights, stores, up)
+    return PackedGemm(rows, out_features, problem.K, _dense(problem, x, rows), operand, weights, stores, up)
 
 
 def left_of(problem: Problem) -> tuple[Node, Node | None]:

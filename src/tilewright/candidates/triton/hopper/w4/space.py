@@ -13,7 +13,7 @@ from dataclasses import replace
 from itertools import product
 
 from tilewright.candidates.triton.hopper.w4.kernel_config import FEW_COLUMNS, MOST_PREFETCHED, KernelConfig, TileConfig
-from tilewright.candidates.triton.hopper.w4.plan import Plan
+from tilewright.candidates.triton.hopper.w4.plan import PackedGemm
 from tilewright.hardware.target import Target
 from tilewright.schedule.cost import Phase, Work, predict_us
 
@@ -53,7 +53,7 @@ CHUNK_CYCLES = 526.0  # from a chunk of activations to the next one
 WIDENED_CYCLES = 0.1  # of an element of 8 bits made 16 (0.03 to 0.14 where the same problem was measured with both)
 
 
-def configs(plan: Plan, target: Target) -> tuple[KernelConfig, ...]:
+def configs(plan: PackedGemm, target: Target) -> tuple[KernelConfig, ...]:
     """The legal points of a plan, the most promising first."""
     found = list(_legal(plan, target))
     if any(c.persistent for c in found):  # faster than blocks that come and go, wherever both were measured
@@ -61,7 +61,7 @@ def configs(plan: Plan, target: Target) -> tuple[KernelConfig, ...]:
     return tuple(sorted(found, key=lambda c: float(predict_us(work(plan, c, target), target)))[:MOST_TRIED])
 
 
-def _legal(plan: Plan, target: Target) -> Iterable[KernelConfig]:
+def _legal(plan: PackedGemm, target: Target) -> Iterable[KernelConfig]:
     if plan.rows > MOST_ROWS:
         return
     for wgmma in (False, True):
@@ -137,7 +137,7 @@ def _sms(config: KernelConfig, target: Target) -> int:
     return int(target.cores * REACHED[config.cluster] + 0.5)
 
 
-def work(plan: Plan, c: KernelConfig, target: Target) -> Work:
+def work(plan: PackedGemm, c: KernelConfig, target: Target) -> Work:
     """The cycles of a point and the bytes it reads and writes."""
     alone = c.in_flight == 2
     each_sm = -(-c.grid // _sms(c, target))  # blocks

@@ -13,7 +13,7 @@ import torch
 
 from tilewright.candidates.triton.hopper.gemm import plan as hopper_plan
 from tilewright.candidates.triton.hopper.gemm import space as hopper_space
-from tilewright.candidates.triton.hopper.gemm.run import HopperPlan
+from tilewright.candidates.triton.hopper.gemm.run import Plan
 from tilewright.candidates.triton.hopper.gemm.spec import Argument, KernelConfig, KernelSpec, TileConfig, spec_of
 from tilewright.candidates.triton.hopper.gemm.tma import TmaView, descriptor
 from tilewright.candidates.triton.hopper.w4.convert import (
@@ -25,8 +25,7 @@ from tilewright.candidates.triton.hopper.w4.convert import (
     spread_rows,
 )
 from tilewright.candidates.triton.hopper.w4.pack import BLOCK, packed_weights
-from tilewright.candidates.triton.hopper.w4.plan import Plan as PlanOfWeights
-from tilewright.candidates.triton.hopper.w4.plan import Weights, left_of
+from tilewright.candidates.triton.hopper.w4.plan import PackedGemm, Weights, left_of
 from tilewright.candidates.triton.runtime.module import Built
 from tilewright.dtype import F8E4M3FN, F32, S8, S32
 from tilewright.hardware.target import Target
@@ -88,7 +87,7 @@ class PackedConfig(KernelConfig):
     scale_dtype: str
 
 
-def promotion(weights: PlanOfWeights) -> int:
+def promotion(weights: PackedGemm) -> int:
     """Products of bytes along K that are added up before their sum is scaled."""
     group = weights.weights.group
     return STEP if group % STEP == 0 or group == weights.K else weights.weights.scale_k
@@ -102,7 +101,7 @@ class PackedSpec(KernelSpec):
         weights: the product as it is for few rows.
     """
 
-    weights: PlanOfWeights
+    weights: PackedGemm
 
     kernel: ClassVar[str] = "tilewright.candidates.triton.hopper.w4._operand.packed_gemm"
 
@@ -174,14 +173,14 @@ class PackedSpec(KernelSpec):
 
 
 @dataclass(frozen=True)
-class Tiles(HopperPlan):
+class Tiles(Plan):
     """The transposed product, in the terms of Hopper's kernel.
 
     Attributes:
         weights: the product as it is for few rows.
     """
 
-    weights: PlanOfWeights
+    weights: PackedGemm
     name: ClassVar[str] = "hopper_w4"
 
     def spec(self, tile: TileConfig) -> PackedSpec:
@@ -250,7 +249,7 @@ class Tiles(HopperPlan):
         return super().prepare(spec, built, {**weights, **{first + i: t for i, t in enumerate(packed)}})
 
 
-def tiles_of(problem: Problem, target: Target, weights: PlanOfWeights) -> Tiles | None:
+def tiles_of(problem: Problem, target: Target, weights: PackedGemm) -> Tiles | None:
     """The transposed product; None where this is no way to do it."""
     w, of_bytes = weights.weights, weights.operand.bits == 8
     if (
