@@ -31,8 +31,9 @@ GATE_UP_COLUMNS = 64  # columns of a tile, at least, both halves of which begin 
 BARRIERS_BYTES = 2048  # of shared memory, beside stages and results
 STREAM_K_ELEMENTS = 64 * 128  # elements of a warpgroup's part of a shared tile: what it keeps in registers beside those it adds
 LATER = 0.03
-# Of an H200's 132 SMs, those that clusters of so many blocks find room on: they do not span the chip's parts.
-CLUSTER_CORES = {2: 1.0, 3: 117 / 132, 4: 112 / 132}
+# Of an H200's 132 SMs, those that clusters of so many whole SMs find room on: they do not span the chip's parts, of 16 or 18
+# SMs each.
+CLUSTER_CORES = {1: 1.0, 2: 1.0, 3: 117 / 132, 4: 112 / 132, 8: 112 / 132}
 EXCHANGE_CYCLES = 1200.0  # of a cluster: all are done with their rings, sums are sent, all have come
 SENT_BYTES_PER_CYCLE = 8.0  # from one block of a cluster to the others
 FEWEST_STEPS = 4  # along K that are worth a share of a tile
@@ -98,10 +99,10 @@ def _legal(plan: HopperGemm, most_elements: int) -> Iterable[TileConfig]:
         # Clusters whose blocks share K, one for each tile: where tiles are fewer than SMs.
         if base.pingpong or base.multicast or plan.scales or plan.up or (base.tile_m, base.tile_n) not in SPLIT_TILES:
             continue
-        for split_k, part in CLUSTER_CORES.items():
-            own = base.tile_n // split_k
+        for split_k in (2, 3, 4):
+            own, cores = base.tile_n // split_k, round(CLUSTER_CORES[split_k] * plan.target.cores)
             whole_boxes = own >= 32 and own * split_k == base.tile_n and own & (own - 1) == 0
-            if whole_boxes and steps >= split_k * FEWEST_STEPS and tiles * split_k <= round(part * plan.target.cores):
+            if whole_boxes and steps >= split_k * FEWEST_STEPS and tiles * split_k <= cores:
                 yield from _with_ring(spec_of(plan, replace(base, split_k=split_k, blocks=tiles * split_k)))
 
 

@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from itertools import product
 
+from tilewright.candidates.triton.hopper.gemm.space import CLUSTER_CORES
 from tilewright.candidates.triton.hopper.w4.kernel_config import FEW_COLUMNS, MOST_PREFETCHED, KernelConfig, TileConfig
 from tilewright.candidates.triton.hopper.w4.plan import PackedGemm
 from tilewright.hardware.target import Target
@@ -27,8 +28,6 @@ MOST_ADDED = 2  # warps along K in a block that has all of it: others were up to
 BARRIERS_BYTES = 1024  # of shared memory
 ALONE_COLUMNS = 32  # more of them than these make a block of 8 warps want an SM's registers
 WARPS = 16  # of an SM, with as many registers as they need
-# Of 132 SMs, those that clusters of so many whole SMs find room on: they do not span the chip's parts, of 16 or 18 SMs each.
-REACHED = {1: 1.0, 2: 1.0, 4: 112 / 132, 8: 112 / 132}
 FEWEST_EARLY_BLOCKS = 4  # blocks of a cluster that is launched early: with fewer nothing was measured
 FEWEST_NARROW_EARLY = 5  # rows by mma.sync that are: faster at 8, not at 1; between them nothing was measured
 START_CYCLES = 2109.0  # from a launch until a block's first products, and from its last ones until its results are written
@@ -80,7 +79,7 @@ def _legal(plan: PackedGemm, target: Target) -> Iterable[KernelConfig]:
                 continue
             if base.cta_rows > max(2 * plan.weight_rows, 64) or base.cta_rows % (16 * cluster):
                 continue
-            at_once = int(target.cores * REACHED[cluster] / cluster * WARPS / base.warps)
+            at_once = int(target.cores * CLUSTER_CORES[cluster] / cluster * WARPS / base.warps)
             if at_once == 0:
                 continue  # so few SMs hold no such cluster
             rounds = -(-base.row_tiles // at_once)
@@ -134,7 +133,7 @@ def _fits(config: KernelConfig, target: Target) -> bool:
 
 def _sms(config: KernelConfig, target: Target) -> int:
     """The number of SMs that blocks of such clusters run on."""
-    return int(target.cores * REACHED[config.cluster] + 0.5)
+    return int(target.cores * CLUSTER_CORES[config.cluster] + 0.5)
 
 
 def work(plan: PackedGemm, c: KernelConfig, target: Target) -> Work:
