@@ -341,19 +341,34 @@ def flash(q_desc, k_desc, v_desc, scales, side, config, q_at, k_at, v_at, epilog
     gdc_launch_dependents()
     gdc_wait()
 
-    consumes = ((q_desc, q, q_full, k_ring, v_ring), counts, pingpong, scales, side, config, q_at, epilogue)
-    loads = (k_desc, v_desc, k_ring, v_ring, counts, side, config, k_at, v_at, mask)
+    rings = (q_desc, q, q_full, k_ring, v_ring)
     if groups == 1:
-        gl.warp_specialize([(consumer, (0,) + consumes), (producer, loads)], [1], [PRODUCER_REGISTERS])
+        gl.warp_specialize(
+            [
+                (consumer, (0, rings, counts, pingpong, scales, side, config, q_at, epilogue)),
+                (producer, (k_desc, v_desc, k_ring, v_ring, counts, side, config, k_at, v_at, mask)),
+            ],
+            [1],
+            [PRODUCER_REGISTERS],
+        )
     elif groups == 2:
         gl.warp_specialize(
-            [(consumer, (0,) + consumes), (consumer, (1,) + consumes), (producer, loads)],
+            [
+                (consumer, (0, rings, counts, pingpong, scales, side, config, q_at, epilogue)),
+                (consumer, (1, rings, counts, pingpong, scales, side, config, q_at, epilogue)),
+                (producer, (k_desc, v_desc, k_ring, v_ring, counts, side, config, k_at, v_at, mask)),
+            ],
             [4, 1],
             [240, PRODUCER_REGISTERS],
         )
     else:
         gl.warp_specialize(
-            [(consumer, (0,) + consumes), (consumer, (1,) + consumes), (consumer, (2,) + consumes), (producer, loads)],
+            [
+                (consumer, (0, rings, counts, pingpong, scales, side, config, q_at, epilogue)),
+                (consumer, (1, rings, counts, pingpong, scales, side, config, q_at, epilogue)),
+                (consumer, (2, rings, counts, pingpong, scales, side, config, q_at, epilogue)),
+                (producer, (k_desc, v_desc, k_ring, v_ring, counts, side, config, k_at, v_at, mask)),
+            ],
             [4, 4, 1],
             [160, 160, PRODUCER_REGISTERS],
         )

@@ -476,10 +476,12 @@ def persistent(q_desc, k_desc, v_desc, scales, side, config, q_at, k_at, v_at, e
     gdc_launch_dependents()
     gdc_wait()
     rings = (q_desc, q, q_full, k_ring, v, v_full, v_empty)
-    consumes = (rings, bias, m_full, ones, scales, side, config, q_at, mask, epilogue)
-    loads = (k_desc, v_desc, k_ring, v, v_full, v_empty, bias, m_full, side, config, k_at, v_at, mask)
     gl.warp_specialize(
-        [(persistent_consumer, (0,) + consumes), (persistent_consumer, (1,) + consumes), (persistent_producer, loads)],
+        [
+            (persistent_consumer, (0, rings, bias, m_full, ones, scales, side, config, q_at, mask, epilogue)),
+            (persistent_consumer, (1, rings, bias, m_full, ones, scales, side, config, q_at, mask, epilogue)),
+            (persistent_producer, (k_desc, v_desc, k_ring, v, v_full, v_empty, bias, m_full, side, config, k_at, v_at, mask)),
+        ],
         [4, 1],
         [240, PRODUCER_REGISTERS],
     )
