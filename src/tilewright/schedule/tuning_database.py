@@ -108,7 +108,8 @@ class TuningDatabase:
         names the part of the candidates that choices are made among; "" stands for all. `finish`: what a search of as much time
         did not come to measure is measured now.
         """
-        self.family, self._finish = family, finish
+        self.family: str = family
+        self._finish = finish
         self._target, self._cache, self._retry = target, cache, retry
         self._circumstances = circumstances(target, excess_precision=excess_precision)
         self._hints: dict[str, Record] = {}
