@@ -1,16 +1,17 @@
 """Make the decisions that come with the package for the chip at hand (`schedule/shipped.py`).
 
-    python benchmarks/ship.py [--device cuda] [--seconds 280] [--each 1.0] [--family llama]… [--scheme w4g64]… [--dtype bf16]
-                              [--rows 1 --rows 2 …] [--most-ops 2e12] [--model bert.onnx]… [-o FILE]
+    python benchmarks/ship.py [--device cuda] [--seconds 280] [--each 1.0] [--family llama3-8b]… [--scheme w4g64]…
+                              [--dtype bf16] [--rows 1 --rows 2 …] [--most-ops 2e12] [--model bert.onnx]… [-o FILE]
 
 The linear layers of Llama 3 and 3.2, Qwen 2.5 and 3, Mixtral, BERT and GPT-2, with weights of few bits as `tilewright.Linear`
 has them (`--scheme w4g64`) or as floats (`--scheme float`), by 1 to 8,192 rows, and the problems of model files. What the file
 has already for this version of the code is left out, so that the program can be run again until nothing is left: it stops after
-`--seconds`. Few rows come before many, and Llama before the others. What is measured while other programs are busy is left out.
+`--seconds`. Few rows come before many. What is measured while other programs are busy is left out.
 """
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -18,6 +19,7 @@ from pathlib import Path
 
 import click
 import torch
+from torch.nn.utils import skip_init
 
 import tilewright
 from tilewright.compiler import optimise
@@ -38,24 +40,22 @@ from tilewright.schedule.tuning_database import TuningDatabase
 
 # [in, out] of each layer, and whether it has a bias.
 FAMILIES: dict[str, list[tuple[int, int, bool]]] = {
-    "llama": [  # 3 8B and 70B, 3.2 1B and 3B; apart and joined. Mixtral 8x7B has the layers of 3 8B.
-        *[(4096, n, False) for n in (4096, 1024, 14336, 6144, 28672)], (14336, 4096, False),
-        *[(2048, n, False) for n in (2048, 512, 8192, 3072, 16384)], (8192, 2048, False),
-        *[(3072, n, False) for n in (3072, 1024, 8192)], (8192, 3072, False),
-        *[(8192, n, False) for n in (8192, 1024, 28672, 10240, 57344)], (28672, 8192, False),
-    ],
-    "qwen": [  # 2.5 0.5B, 1.5B and 7B, 3 8B
-        *[(3584, n, True) for n in (3584, 512)], (3584, 18944, False), (18944, 3584, False), (3584, 3584, False),
-        *[(4096, n, False) for n in (4096, 1024, 12288)], (12288, 4096, False),
-        *[(1536, n, True) for n in (1536, 256)], (1536, 8960, False), (8960, 1536, False),
-        *[(896, n, True) for n in (896, 128)], (896, 4864, False), (4864, 896, False),
-    ],
+    # Apart and joined; Mixtral 8x7B has the layers of Llama 3 8B, a matrix for each expert.
+    "llama3-8b": [*[(4096, n, False) for n in (4096, 1024, 14336, 6144, 28672)], (14336, 4096, False)],
     "mixtral": [*[(4096, n, False) for n in (4096, 1024, 14336)], (14336, 4096, False)],
-    "bert": [(768, 768, True), (768, 3072, True), (3072, 768, True), (768, 2304, True),
-             (1024, 1024, True), (1024, 4096, True), (4096, 1024, True)],
-    "gpt": [(768, 2304, True), (768, 768, True), (768, 3072, True), (3072, 768, True)],
-}  # fmt: skip
+    "qwen3-8b": [*[(4096, n, False) for n in (4096, 1024, 12288)], (12288, 4096, False)],
+    "qwen2.5-7b": [(3584, 3584, True), (3584, 512, True), (3584, 3584, False), (3584, 18944, False), (18944, 3584, False)],
+    "llama3.2-1b": [*[(2048, n, False) for n in (2048, 512, 8192, 3072, 16384)], (8192, 2048, False)],
+    "llama3.2-3b": [*[(3072, n, False) for n in (3072, 1024, 8192)], (8192, 3072, False)],
+    "qwen2.5-0.5b": [(896, 896, True), (896, 128, True), (896, 4864, False), (4864, 896, False)],
+    "qwen2.5-1.5b": [(1536, 1536, True), (1536, 256, True), (1536, 8960, False), (8960, 1536, False)],
+    "bert-base": [(768, 768, True), (768, 3072, True), (3072, 768, True), (768, 2304, True)],
+    "bert-large": [(1024, 1024, True), (1024, 4096, True), (4096, 1024, True)],
+    "gpt2": [(768, 2304, True), (768, 768, True), (768, 3072, True), (3072, 768, True)],
+    "llama3-70b": [*[(8192, n, False) for n in (8192, 1024, 28672, 10240, 57344)], (28672, 8192, False)],
+}
 ROWS = tuple(1 << i for i in range(14))
+TOGETHER = 16  # problems that are compiled for at once
 
 
 @click.command()
@@ -86,16 +86,15 @@ def main(
     file = output or FOLDER / f"{target.chip.name}.json"
     file.parent.mkdir(exist_ok=True)
     database = TuningDatabase(target, None)
-    wanted = list(dict.fromkeys(problems(target, families or list(FAMILIES), schemes, dtype, rows or ROWS, most_ops)))
-    there = measured(file, database.key_of(wanted[0], each)) if wanted else set[Place]()
-    left = [p for p in wanted if place(p, target, database, each) not in there]
-    click.echo(f"{len(wanted)} problems of layers, {len(left)} to measure")
-    done = 0
-    ahead = 16 if target.kind != "cpu" else 1
-    for start in range(0, len(left), ahead):
-        some = left[start : start + ahead]
-        if time.monotonic() > until:
-            break
+    seen, done = set[AnyProblem](), 0
+    left = (
+        p
+        for p in problems(target, families or list(FAMILIES), schemes, dtype, rows or ROWS, most_ops)
+        if p not in seen
+        and not seen.add(p)
+        and place(p, target, database, each) not in measured(file, database.key_of(p, each))
+    )
+    while time.monotonic() < until and (some := list(itertools.islice(left, 1 if target.kind == "cpu" else TOGETHER))):
         if target.kind != "cpu":
             compile_ahead(some, target, within_s=max(1.0, until - time.monotonic()))
         found: list[Shipped] = []
@@ -104,9 +103,11 @@ def main(
                 break
             cold = cold_at(problem, target)
             decision = search(problem, target, budget_s=each, cold=cold, within_s=max(5.0, 5 * each))
-            found += entries(decision, database, each, cold=cold)
-            done += 1
-        add(file, database.key_of(some[0], each), found)
+            new = entries(decision, database, each, cold=cold)
+            click.echo(f"{problem}: {decision.kernel.candidate}, {decision.provisional or decision.time_us}")
+            found, done = found + new, done + len(new)
+        if found:
+            add(file, database.key_of(some[0], each), found)
     for model in models:
         if time.monotonic() > until:
             break
@@ -119,7 +120,7 @@ def main(
         if decisions:
             add(file, database.key_of(next(iter(decisions)), budget_s), found)
         click.echo(f"{model.name}: {len(decisions)} problems")
-    click.echo(f"{done} measured, {len(left) - done} left; {file}: {file.stat().st_size if file.exists() else 0:,} bytes")
+    click.echo(f"{done} measured; {file}: {file.stat().st_size if file.exists() else 0:,} bytes")
 
 
 def place(problem: AnyProblem, target: Target, database: TuningDatabase, each: float) -> Place:
@@ -159,10 +160,8 @@ def problems(
 def _posed(target: Target, scheme: str, dtype: str, rows: int, inner: int, out: int, *, biased: bool) -> Iterator[AnyProblem]:
     kind = named(dtype).to_torch()
     if scheme == "float":
-        with torch.device("meta"):
-            module = torch.nn.Linear(inner, out, bias=biased, dtype=kind).eval()
-            x = torch.empty(rows, inner, dtype=kind)
-        graph = tilewright.load(module, LoadOptions(example_inputs=(x,)))
+        module = skip_init(torch.nn.Linear, inner, out, bias=biased, dtype=kind).eval()
+        graph = tilewright.load(module, LoadOptions(example_inputs=(torch.empty(rows, inner, dtype=kind),)))
     else:
         model = torch.nn.Sequential(torch.nn.Linear(256, 8, bias=biased, dtype=kind))
         tilewright.quantize_(model, scheme)
