@@ -143,7 +143,7 @@ def test_one_that_does_not_come_back_costs_itself_alone(drop, how):
     assert d.kernel.candidate in (before.name, sound.name) and d.measured
     lost = [r for r in d.rejected if r.candidate.startswith(bad.name) and r.kind in ("lost", "starved")]
     assert len(lost) == 1 and (lost[0].why == why or lost[0].kind == "starved")
-    assert took.seconds < COST_S
+    assert took.seconds < COST_S * (fork_server_module.PATIENCE if lost[0].kind == "starved" else 1)
     with Awake() as took:
         again = search(posed, CPU, budget_s=0.02, candidates=[bad, sound, before])
     if lost[0].kind == "lost":  # else the machine was to blame, and it was tried again
@@ -210,8 +210,8 @@ def test_weights_reach_the_worker_with_their_values(drop):
 
 
 def test_the_worker_has_the_parents_threads_and_leaves_them(drop):
-    many = f"torch.get_num_threads() in (2, {torch.get_num_threads()})"
-    check = f"assert {many} or len(calls) > 7, torch.get_num_threads()"  # a busy machine races on one thread
+    counts = (1, 2, torch.get_num_threads())  # a crowded machine checks and races on one
+    check = f"assert torch.get_num_threads() in {counts}, torch.get_num_threads()"
     d = search(problem(42), CPU, budget_s=0.02, candidates=[drop(check)])
     assert not d.rejected
 
