@@ -52,7 +52,7 @@ def drop(tmp_path):
 def worker(monkeypatch):
     """These tests are about the worker: have it, have it started, and have it stay."""
     monkeypatch.delenv(SWITCH, raising=False)
-    for patience in ("IDLE_S", "START_S"):
+    for patience in ("IDLE_S", "UNUSED_S"):
         monkeypatch.setattr(fork_server_module, patience, 600.0)
     began = fork_server()
     with began.lock:
@@ -241,7 +241,7 @@ def test_processes_that_nobody_uses_end_and_start_again(drop, worker, monkeypatc
 
 def test_a_fork_server_that_is_started_and_not_used_ends_and_leaves_nothing_open(monkeypatch):
     monkeypatch.setattr(fork_server_module, "_known", None)
-    monkeypatch.setattr(fork_server_module, "START_S", 0.1)
+    monkeypatch.setattr(fork_server_module, "UNUSED_S", 0.1)
     descriptors = []
     for _ in range(3):
         process = fork_server()._process

@@ -36,7 +36,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import IO, Any, cast
 
-START_S = 60.0  # for the fork server to import torch, and to be used for the first time
+START_S = 60.0  # for the fork server to import torch
+UNUSED_S = 20.0  # after which one that was started and is not used ends
 IDLE_S = 5.0  # after which the processes, 400 MB in size, end; the next search starts them again, in 2 seconds
 SLICE_S = 0.05
 HAD = 0.6  # of the time that a worker was given: less, and the machine is to blame for its silence
@@ -369,7 +370,7 @@ def _current() -> ForkServer:
             _known = ForkServer()
         except OSError as error:
             raise UnavailableError(f"no worker process: {error}; kernels are tried in this process") from None
-        _known.end_unless_used(START_S)
+        _known.end_unless_used(UNUSED_S)
     return _known
 
 
