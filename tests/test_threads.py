@@ -1,6 +1,7 @@
 """Numbers of threads: of the machine, of control groups, and as users say them."""
 
 import threading
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -74,6 +75,43 @@ def test_without_a_word_torch_has_no_more_threads_than_the_machine(monkeypatch):
         assert threads.count() == 7
     finally:
         torch.set_num_threads(before)
+
+
+def test_torch_is_alone_where_kernels_lose_their_cores(monkeypatch):
+    x = torch.randn(16, 8)
+    program = tilewright.compile(torch.nn.LogSigmoid(), example_inputs=(x,), budget_s=0)
+    seen = []
+    run = type(program)._run
+    monkeypatch.setattr(
+        type(program), "_run", lambda *given: seen.append((threads.count(), torch.get_num_threads())) or run(*given)
+    )
+    program.threads = 3
+    for lost, foreign in ((1, True), (0, True), (1, False)):
+        monkeypatch.setattr(threads, "_asked", [lambda lost=lost: lost])
+        monkeypatch.setattr(threads, "_crowd", threads._Crowd())
+        program._foreign = foreign
+        program(x)
+    assert seen == [(3, 1), (3, 3), (3, 3)]
+
+
+def test_torch_is_alone_for_longer_the_more_often_it_stood_still(monkeypatch):
+    wall, seen = [100.0], []
+    clock = SimpleNamespace(monotonic=lambda: wall[0], perf_counter=lambda: wall[0], thread_time=lambda: 0.0)
+    monkeypatch.setattr(threads, "_asked", [])
+    monkeypatch.setattr(threads, "_crowd", threads._Crowd())
+    monkeypatch.setattr(threads, "time", clock)
+    before = torch.get_num_threads()
+
+    def call(still_s):
+        with threads.with_torch(2):
+            seen.append(torch.get_num_threads())
+            wall[0] += still_s
+
+    for still_s, then_s in ((0.0, 0.0), (0.02, 0.2), (0.02, 0.1), (0.02, 0.4), (0.0, 0.2), (0.0, 9.0), (0.02, 0.3), (0.0, 0.0)):
+        call(still_s)
+        wall[0] += then_s
+    assert seen == [2, 2, 1, 2, 1, 2, 2, 2]
+    assert torch.get_num_threads() == before
 
 
 @pytest.mark.parametrize("wrong", [0, -1, 1.5, "2", True])

@@ -6,6 +6,7 @@ import ctypes
 import math
 import os
 import threading
+import time
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from functools import cache, wraps
@@ -17,11 +18,14 @@ import torch
 from tilewright.errors import InputError
 
 CGROUPS = Path("/sys/fs/cgroup")
+AWAY_S = 0.002  # of a call in which its thread did not run: more than the system's own work takes
+HOLD_S, LONGEST_HOLD_S = 0.25, 8.0  # for which torch then uses one thread
 P = ParamSpec("P")
 R = TypeVar("R")
 
 _said = threading.local()
-_told: list[Callable[[int, bool], None]] = []
+_told: list[Callable[[int, bool], object]] = []
+_asked: list[Callable[[], int]] = []
 
 
 @cache
@@ -81,17 +85,17 @@ def check(threads: object) -> int | None:
 
 
 @contextmanager
-def limited(threads: int | None, *, gathered: bool = False) -> Generator[None]:
+def limited(threads: int | None, *, gathered: bool = False, alone: bool = False) -> Generator[None]:
     """A context in which the calling thread's kernels, and torch's operations between them, use so many threads; with None as
     many as before, and no more than the machine has for this process. `gathered`: calls begin when all of them are there, so
-    that races show."""
+    that races show. `alone`: torch uses one."""
     before, of_torch = getattr(_said, "count", 0), torch.get_num_threads()
     wanted = threads or before or min(of_torch, usable())
-    if wanted == of_torch and threads in (None, before) and not gathered:
+    if wanted == of_torch and threads in (None, before) and not gathered and not alone:
         yield
         return
-    _say(threads or before, gathered)
-    _set_of_torch(wanted)
+    _say(wanted if alone else threads or before, gathered)
+    _set_of_torch(1 if alone else wanted)
     try:
         yield
     finally:
@@ -120,11 +124,45 @@ def adopt(threads: int) -> None:
     _say(threads)
 
 
-def tell(told: Callable[[int, bool], None]) -> None:
+def tell(told: Callable[[int, bool], object], asked: Callable[[], int]) -> None:
     """Have `told` called, on the thread that it is for, with what `limited` says: the number, or 0 where it says none, and
-    whether calls are gathered."""
+    whether calls are gathered. `asked` tells whether kernels' threads lately lost cores in the middle of their work."""
     _told.append(told)
+    _asked.append(asked)
     told(getattr(_said, "count", 0), False)
+
+
+@contextmanager
+def with_torch(threads: int | None) -> Generator[None]:
+    """`limited`, for work that torch has a part in. Its threads wait for each other at barriers, and where one has no core all
+    stand still: if that took half the time, or kernels' threads lost cores, torch uses one thread for a while."""
+    alone = _crowd.now()
+    with limited(threads, alone=alone):
+        wall, own = time.perf_counter(), time.thread_time()
+        yield
+        wall, own = time.perf_counter() - wall, time.thread_time() - own
+    if not alone and wall - own > max(AWAY_S, wall / 2):
+        _crowd.came()
+
+
+class _Crowd:
+    """Other processes that want the cores, as far as calls have met them."""
+
+    def __init__(self) -> None:
+        self._until = self._hold_s = 0.0
+
+    def now(self) -> bool:
+        return time.monotonic() < self._until or any(asked() for asked in _asked)
+
+    def came(self) -> None:
+        """Expect them for a while: twice as long as the last time, if they have not been away for as long."""
+        now = time.monotonic()
+        lately = now - self._until < self._hold_s
+        self._hold_s = min(2 * self._hold_s, LONGEST_HOLD_S) if lately else HOLD_S
+        self._until = now + self._hold_s
+
+
+_crowd = _Crowd()
 
 
 def _say(threads: int, gathered: bool = False) -> None:

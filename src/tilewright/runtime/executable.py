@@ -35,7 +35,7 @@ from tilewright.schedule.problem import AnyProblem, FusionProblem
 from tilewright.schedule.recipe import describe, recipe_of
 from tilewright.schedule.search import Decision
 from tilewright.schedule.tuning_database import TuningDatabase
-from tilewright.threads import limited, usable
+from tilewright.threads import limited, usable, with_torch
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -167,6 +167,7 @@ class Executable:
         self._slots = slot
         self._written = [span(t) for t in self.state.values()]
         self._usable = usable()
+        self._foreign = any(s.decision is None or not s.decision.kernel.candidate.startswith("llvm") for s in self.steps)
         self._launch()
 
     def _launch(self) -> None:
@@ -326,9 +327,14 @@ class Executable:
 
         On a GPU, work is put on torch's current stream of the device, as torch's own operations are; the host does not wait.
         """
-        if self.target.kind == "cpu" and (self.threads is not None or torch.get_num_threads() > self._usable):
-            with limited(self.threads):
-                return self._run_alike(inputs, observe)
+        if self.target.kind == "cpu":
+            count = torch.get_num_threads()
+            if self._foreign and (self.threads or count) > 1:
+                with with_torch(self.threads):
+                    return self._run_alike(inputs, observe)
+            if self.threads is not None or count > self._usable:
+                with limited(self.threads):
+                    return self._run_alike(inputs, observe)
         return self._run_alike(inputs, observe)
 
     def _run_alike(self, inputs: Sequence[torch.Tensor], observe: Callable[[Step, list[Value]], None] | None) -> list[Value]:

@@ -459,6 +459,17 @@ define void @tilewright_say(i64 %count, i64 %gather) nounwind {
   ret void
 }
 
+; crowded(): 1 after a loss, for as long as helpers are left out and tried again.
+define i64 @tilewright_crowded() nounwind {
+  %time = call i64 @now()
+  %hold = load atomic i64, ptr @hold monotonic, align 8
+  %resume = load atomic i64, ptr @resume monotonic, align 8
+  %end = add i64 %resume, %hold
+  %before = icmp slt i64 %time, %end
+  %crowded = zext i1 %before to i64
+  ret i64 %crowded
+}
+
 ; forked(): a child has no helpers.
 define void @tilewright_forked() nounwind {
 entry:

@@ -51,10 +51,10 @@ def start(address: Callable[[str], int]) -> None:
     """Make the pool ready, whose functions are at these addresses, once a process. Processes that share their time by a quota
     lose what they wait without work: they sleep at once."""
 
-    def function(name: str, count: int) -> Callable[..., None]:
-        return ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * count)(address(f"tilewright_{name}"))
+    def function(name: str, count: int) -> Callable[..., int]:
+        return ctypes.CFUNCTYPE(ctypes.c_int64, *[ctypes.c_int64] * count)(address(f"tilewright_{name}"))
 
     function("setup", 2)(threads.usable(), 0 if threads.quota() is not None else IDLE_NS)
     say = function("say", 2)
-    threads.tell(lambda count, gathered: say(count, GATHER_NS * gathered))
+    threads.tell(lambda count, gathered: say(count, GATHER_NS * gathered), function("crowded", 0))
     os.register_at_fork(after_in_child=function("forked", 0))
