@@ -50,6 +50,12 @@ def test_kernels_are_in_the_compilers_cache_before_they_are_built(tmp_path):
                 plan = plan_for(candidate, problem, H200)
                 plan.compile(next(iter(plan.schedules())))
         assert sorted(cache.rglob("*.cubin")) == made
+        hopper = plan_for(next(c for c in discover() if c.name == "hopper"), problem, H200)
+        last = list(hopper.schedules())[-1]
+        assert ahead.compile_ahead([], H200, chosen=[(problem, "hopper", last)]) == 1
+        assert len(list(cache.rglob("*.cubin"))) == 3
+        hopper.compile(last)
+        assert len(list(cache.rglob("*.cubin"))) == 3
     """
     environment = os.environ | {"TRITON_CACHE_DIR": str(tmp_path), "OMP_NUM_THREADS": "1", SWITCH: "1"}
     environment["PYTHONPATH"] = python_path()

@@ -6,21 +6,26 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 
 import msgspec
 import pytest
 from paths import HELPERS
+from ptx import H200
 from races import StillMeter
 
 from tilewright.dtype import F32
 from tilewright.hardware.detect import detect
 from tilewright.hardware.load import Load
 from tilewright.ir.build import input_
+from tilewright.ir.notation import parse
 from tilewright.ir.ops import gemm
 from tilewright.schedule import bench, measure
 from tilewright.schedule.buckets import bucketed, recalled, recorded
 from tilewright.schedule.cache import Cache
+from tilewright.schedule.candidate import kernel_of, plan_for
 from tilewright.schedule.problem import problem_of
+from tilewright.schedule.search import Decision
 from tilewright.schedule.tuning_database import TuningDatabase
 
 WORK = ("compiled", "verified", "expected", "timed", "searched")
@@ -106,3 +111,29 @@ def test_a_table_is_as_reliable_as_the_races_that_it_was_made_by(monkeypatch):
             monkeypatch.setattr(module, "Meter", StillMeter(load))
         table = bucketed(posed, detect("cpu"), first=1, last=2, budget_s=0.05)
         assert table.provisional.startswith(load.noise) and bool(table.provisional) == bool(load.noise)
+
+
+def test_a_gpu_s_kernels_come_from_machine_code_on_the_disk(tmp_path, monkeypatch):
+    """The decision on a layer for Hopper read back: its point alone is built, from Triton's cache; nothing is ranked."""
+    pytest.importorskip("triton")
+    from tilewright.candidates.triton.hopper.w4 import candidate as w4
+    from tilewright.candidates.triton.runtime import module
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "triton"))
+    monkeypatch.setenv("TILEWRIGHT_RECHECK", "0")
+    problem = problem_of(parse("bf16[4,256] @ s4[256,256]^T group=64 -> bf16").outputs[0])
+    problem = replace(problem, weights=tuple(i > 0 for i in range(len(problem.types))))
+    plan = plan_for(w4.CANDIDATE, problem, H200)
+    kernel = kernel_of(plan, next(iter(plan.schedules())))
+    made = sorted((tmp_path / "triton").rglob("*.cubin"))
+    known = TuningDatabase(H200, Cache(tmp_path / "cache"))
+    known.keep(Decision(problem, kernel, None, (), False, True), 0)
+    assert made and kernel.text
+
+    module._machine_code.cache_clear()  # as in another process
+    monkeypatch.setattr(type(plan), "schedules", None)
+    monkeypatch.setattr("tilewright.schedule.tuning_database.repeat", None)
+    again = TuningDatabase(H200, Cache(tmp_path / "cache")).find(problem, {}, 0)
+    assert again.verified and again.kernel.schedule == kernel.schedule and again.kernel.text == kernel.text
+    assert again.kernel.registers == kernel.registers
+    assert sorted((tmp_path / "triton").rglob("*.cubin")) == made
