@@ -153,9 +153,13 @@ def test_other_processes_on_a_gpu(monkeypatch):
     assert gpu_noise("cuda:1") == "" and asked == [5]
     reasons[0] = 12
     assert gpu_noise("cuda") == "the GPU's clock is braked by heat or power" and asked == [5, 3]
-    used.append(Sample(pid=1, smUtil=40))
+    used.append(Sample(pid=os.getppid(), smUtil=40))
+    assert gpu_noise("cuda") == "the GPU's clock is braked by heat or power"
+    used.append(Sample(pid=1 << 30, smUtil=40))
     assert Meter("cuda", 8).load() == Load(gpu="another process used 40 % of the GPU")
-    used.append(Sample(pid=2, smUtil=70))
+    used.append(Sample(pid=(1 << 30) + 1, smUtil=70))
     assert gpu_noise("cuda") == "2 other processes used 100 % of the GPU"
+    del used[0]
+    assert gpu_noise("cuda").endswith("heat or power"), "numbers of another name space"
     monkeypatch.setitem(sys.modules, "pynvml", None)
     assert gpu_noise("cuda") == ""

@@ -246,11 +246,11 @@ def gpu_noise(device: str) -> str:
         nvml: Any = importlib.import_module("pynvml")
         nvml.nvmlInit()
         handle = nvml.nvmlDeviceGetHandleByIndex(_physical(device))
-        own = os.getpid()
         since = int((time.time() - 1.0) * 1e6)
-        used = nvml.nvmlDeviceGetProcessUtilization(handle, since)
-        family = {own, os.getppid()}
-        others = {p.pid: p.smUtil for p in used if p.smUtil >= GPU_OTHERS and p.pid not in family}
+        used = {p.pid: p.smUtil for p in nvml.nvmlDeviceGetProcessUtilization(handle, since)}
+        others = {pid: share for pid, share in used.items() if share >= GPU_OTHERS and pid not in _ancestors()}
+        if os.getpid() not in used:  # numbers of another name space, as in a container, say nothing of who is who
+            others.clear()
         braked = nvml.nvmlDeviceGetCurrentClocksThrottleReasons(handle) & nvml.nvmlClocksThrottleReasonHwSlowdown
     except Exception:  # no such module, driver, permission or sample
         return ""
@@ -258,6 +258,15 @@ def gpu_noise(device: str) -> str:
         count = "another process" if len(others) == 1 else f"{len(others)} other processes"
         return f"{count} used {min(100, sum(others.values()))} % of the GPU"
     return "the GPU's clock is braked by heat or power" if braked else ""
+
+
+def _ancestors() -> list[int]:
+    """Numbers of this process, its parent and so on: a worker's are what started it, and the program that asks for kernels."""
+    found = [os.getpid()]
+    with contextlib.suppress(OSError, IndexError, ValueError):
+        while found[-1] > 1:
+            found.append(int((PROC / str(found[-1]) / "stat").read_text().rpartition(")")[2].split()[1]))
+    return found
 
 
 def _physical(device: str) -> int:
