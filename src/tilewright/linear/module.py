@@ -81,7 +81,7 @@ class LayerWeight(QuantizedWeight):
 
     def tensor(self) -> torch.Tensor:
         """The matrix [out, in]."""
-        return self.dequantize(self._type())
+        return self.dequantize(self.dtype)
 
     def __matmul__(self, other: torch.Tensor) -> torch.Tensor:
         return self.tensor() @ other
