@@ -87,8 +87,10 @@ def test_a_core_that_slows_down_shows(planted, monkeypatch):
 
 def test_a_system_that_says_nothing_is_quiet(monkeypatch, tmp_path):
     monkeypatch.setattr(load_module, "PROC", tmp_path / "nowhere")
+    monkeypatch.setattr(load_module, "_fastest_spin_s", 0.0)  # as a coarse clock has it
+    monkeypatch.setattr(load_module, "spin_s", lambda: 0.0)
     load = Meter("cpu", 10_000).load()
-    assert (load.runnable, load.waiting, load.stolen) == (0.0, 0.0, 0.0)
+    assert (load.runnable, load.waiting, load.stolen, load.slowed) == (0.0, 0.0, 0.0, 1.0)
     sample = Threads().timed(lambda: time.sleep(0.01))
     assert sample.wall_s == sample.own_s >= 0.01 and sample.waited_s == 0.0
 
