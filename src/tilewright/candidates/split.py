@@ -20,7 +20,7 @@ from tilewright.schedule.candidate import (
     CPU,
     GEMM,
     GPU,
-    LIBRARIES,
+    MATRIX_LIBRARIES,
     Candidate,
     Kernel,
     Knob,
@@ -227,7 +227,7 @@ class Plan:
         if OPERANDS not in self.ways:
             return None
         whole = _first(self.problem, self.target)
-        if whole is not None and self.target.kind == "cpu" and whole[0].preference < min(LIBRARIES):
+        if whole is not None and self.target.kind == "cpu" and whole[0].preference < min(MATRIX_LIBRARIES):
             return None  # packing computes each element once, as a step of its own would, and saves the pass
         split_us, kernels = 0.0, list[tuple[str, Schedule]]()
         for piece in by_operands(self.problem):
@@ -321,9 +321,9 @@ def _first(problem: AnyProblem, target: Target) -> tuple[Candidate, Schedule] | 
 def _expected_us(candidate: Candidate, point: Schedule, problem: AnyProblem, target: Target) -> float:
     """Predict the microseconds of a kernel. Those that are not generated for the problem compute its operands op by op."""
     if isinstance(problem, FusionProblem):
-        return predict_us(passes(problem.roots, together=candidate.preference < min(LIBRARIES)), target)
+        return predict_us(passes(problem.roots, together=candidate.preference < min(MATRIX_LIBRARIES)), target)
     us = predict(candidate, problem, point, target) or math.inf
-    if isinstance(problem, Problem) and candidate.preference >= min(LIBRARIES):
+    if isinstance(problem, Problem) and candidate.preference >= min(MATRIX_LIBRARIES):
         roots = [n for n in (computed(r, problem.weights) for r in (problem.op.lhs, problem.op.rhs)) if n is not None]
         us += predict_us(passes(roots, together=False), target) if roots else 0.0
     return us

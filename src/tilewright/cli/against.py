@@ -81,7 +81,7 @@ def torch_peer(case: Case) -> Callable[[], object]:
     from tilewright.ir.pattern import Rule, Trace, discover, rewrite
     from tilewright.report.measure.perf import bind
     from tilewright.runtime.executable import Executable, prepare
-    from tilewright.schedule.candidate import LIBRARIES
+    from tilewright.schedule.candidate import MATRIX_LIBRARIES
     from tilewright.schedule.candidate import discover as candidates
     from tilewright.schedule.search import search
 
@@ -91,7 +91,7 @@ def torch_peer(case: Case) -> Callable[[], object]:
     for stage in ("accumulator", "recognise"):
         rules = discover("tilewright.rules", Rule)
         graph = rewrite(graph, [r for r in rules if r.stage in (stage, CANONICAL)], trace)
-    libraries = [c for c in candidates() if c.preference >= LIBRARIES.start and c.name != "split"]
+    libraries = [c for c in candidates() if c.preference >= MATRIX_LIBRARIES.start and c.name != "split"]
     known: dict[Any, Any] = {}
 
     def decide(problem: Any, weights: Mapping[int, torch.Tensor]) -> Any:

@@ -13,7 +13,16 @@ import torch
 from tilewright import threads
 from tilewright.hardware.load import Meter
 from tilewright.hardware.target import Target
-from tilewright.schedule.candidate import LAST_RESORT, LIBRARIES, Candidate, Kernel, Runner, Schedule, kernel_of, plan_for
+from tilewright.schedule.candidate import (
+    LAST_RESORT,
+    MATRIX_LIBRARIES,
+    Candidate,
+    Kernel,
+    Runner,
+    Schedule,
+    kernel_of,
+    plan_for,
+)
 from tilewright.schedule.expected import Expected, expect
 from tilewright.schedule.guard import guarded, intact, preparing
 from tilewright.schedule.measure import Cold, Fault, Pace, examine, time_interleaved
@@ -166,7 +175,7 @@ class Bench:
                         self._expected[kernel.roundoff],
                         runner,
                         self._sources,
-                        exactly=candidate.preference < LIBRARIES.start,  # generated kernels promise that
+                        exactly=candidate.preference < MATRIX_LIBRARIES.start,  # generated kernels promise that
                         counts=counts,
                         watched=self._watched,
                         pulse=self._pulse,

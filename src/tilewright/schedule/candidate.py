@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 CPU, GPU = frozenset[DeviceKind]({"cpu"}), frozenset[DeviceKind]({"cuda"})
 GEMM, ATTENTION, FUSION = (frozenset[ProblemKind]({kind}) for kind in ("gemm", "attention", "fusion"))
 LAST_RESORT = 90
-LIBRARIES = range(10, 40)  # preferences of those that multiply with a unit of the operands' own type
+MATRIX_LIBRARIES = range(10, 40)  # preferences of the libraries that multiply with a unit of the operands' own type
 
 PLANS = 4096  # that are kept
 

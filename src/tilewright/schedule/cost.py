@@ -17,7 +17,7 @@ from tilewright.dtype import DType
 from tilewright.hardware.target import Target, wider_units
 from tilewright.ir.graph import Node, toposort
 from tilewright.ir.ops import VIEWS, Acc, Param
-from tilewright.schedule.candidate import LIBRARIES, Candidate, HasCostModel, Schedule, planned
+from tilewright.schedule.candidate import MATRIX_LIBRARIES, Candidate, HasCostModel, Schedule, planned
 from tilewright.schedule.problem import AnyProblem, Operand, Problem
 
 Quantity = Any  # a float, or an array of them
@@ -104,7 +104,7 @@ def predict(candidate: Candidate, problem: AnyProblem, schedule: Schedule, targe
     if isinstance(plan, HasCostModel):
         work = plan.work(schedule)
     else:
-        work = library_work(problem, target) if candidate.preference in LIBRARIES else None
+        work = library_work(problem, target) if candidate.preference in MATRIX_LIBRARIES else None
     return None if work is None else float(np.max(predict_us(work, target)))
 
 

@@ -17,7 +17,7 @@ from tilewright.progress import Progress as Progress
 from tilewright.schedule.bench import Attempt, Bench, failure, unchecked
 from tilewright.schedule.candidate import (
     LAST_RESORT,
-    LIBRARIES,
+    MATRIX_LIBRARIES,
     Candidate,
     Kernel,
     Leading,
@@ -271,7 +271,7 @@ class _Search:
             if any(r.kind == "unchecked" for r in self._rejected):
                 return None
             raise self._nothing()
-        libraries = sum(t.space.candidate.preference in LIBRARIES for t in self._trials)
+        libraries = sum(t.space.candidate.preference in MATRIX_LIBRARIES for t in self._trials)
         if self._budget_s > 0 and (time.perf_counter() < self._until or 0 < libraries < len(self._trials)):
             return self._timed()
         first, *others = self._trials
@@ -295,8 +295,8 @@ class _Search:
 
     def _owed(self, space: _Space) -> bool:
         """Tell whether a point is tried however late it is: the first one of the first library that passes its check."""
-        return space.candidate.preference in LIBRARIES and not any(
-            t.space.candidate.preference in LIBRARIES for t in self._trials
+        return space.candidate.preference in MATRIX_LIBRARIES and not any(
+            t.space.candidate.preference in MATRIX_LIBRARIES for t in self._trials
         )
 
     def _late(self, racing: int) -> bool:
@@ -537,7 +537,7 @@ class _Search:
 
 def _led(spaces: Sequence[_Space], expected: Sequence[float | None]) -> int | None:
     """The place of the library that leads where the first one, a generated kernel, is expected to take far longer."""
-    libraries = [i for i, s in enumerate(spaces) if s.candidate.preference in LIBRARIES and expected[i] is not None]
+    libraries = [i for i, s in enumerate(spaces) if s.candidate.preference in MATRIX_LIBRARIES and expected[i] is not None]
     best = min(libraries, key=lambda i: expected[i] or 0.0, default=None)
     if best is None or expected[0] is None or expected[0] <= PREDICTED_SLOWDOWN * (TORCH_US + (expected[best] or 0.0)):
         return None

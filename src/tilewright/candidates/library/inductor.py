@@ -23,7 +23,7 @@ from tilewright.ir.ops import Param
 from tilewright.schedule.candidate import (
     FUSION,
     GPU,
-    LIBRARIES,
+    MATRIX_LIBRARIES,
     Candidate,
     FixedPlan,
     Kernel,
@@ -91,7 +91,7 @@ def plan(problem: FusionProblem, target: Target) -> FixedPlan | Refusal:
     if problem.only_views:
         return Refusal("nothing is computed")
     for other in discover():
-        generated = concerns(other, problem, target) and other.preference < LIBRARIES.start
+        generated = concerns(other, problem, target) and other.preference < MATRIX_LIBRARIES.start
         if generated and refusal(other, problem, target) is None:
             return Refusal(f"{other.name} generates a kernel, and Inductor takes seconds to compile one")
     return FixedPlan((Schedule(),), partial(_build, problem, target))

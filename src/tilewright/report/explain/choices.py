@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from tilewright.hardware.target import Target
 from tilewright.report.schema import Choice, RejectedChoice, Step
 from tilewright.report.words import count, us
-from tilewright.schedule.candidate import LIBRARIES, Schedule, discover, labelled
+from tilewright.schedule.candidate import MATRIX_LIBRARIES, Schedule, discover, labelled
 from tilewright.schedule.cost import predict
 from tilewright.schedule.search import Decision
 
@@ -122,7 +122,7 @@ def attribution(steps: Sequence[Step]) -> dict[str, dict[str, int]]:
 
 def attribution_words(steps: Sequence[Step]) -> list[str]:
     """The same in sentences; those done by a library say what kept the generated kernels from it."""
-    generated = {c.name for c in discover() if c.preference < LIBRARIES.start}
+    generated = {c.name for c in discover() if c.preference < MATRIX_LIBRARIES.start}
     sentences: list[str] = []
     for kind, by in attribution(steps).items():
         noun = _PRODUCTS.get(kind, "other step")
