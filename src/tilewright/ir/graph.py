@@ -48,6 +48,7 @@ class Op:
 
     name: ClassVar[str] = ""
     arity: ClassVar[int | None] = None  # number of sources; None leaves the count to `infer`
+    constant_source: ClassVar[bool] = False  # the result depends on the attributes alone
 
     def __post_init__(self) -> None:
         normalise(self, self.name)
@@ -63,6 +64,19 @@ class Op:
             TypeMismatchError: the sources do not fit this operation.
         """
         raise NotImplementedError
+
+    def infer_types(self, *src: Type) -> Type:
+        """The result's type from the sources' types, tuples refused: `Item` alone takes one.
+
+        Raises:
+            TypeMismatchError: the sources do not fit this operation.
+        """
+        tensors: list[TensorType] = []
+        for t in src:
+            if isinstance(t, TupleType):
+                raise TypeMismatchError(f"{self.name} takes tensors, not the tuple {t}", hint="item(index=…) first")
+            tensors.append(t)
+        return self.infer(*tensors)
 
     def evaluate(self, node: Node, src: Sequence[torch.Tensor]) -> Value:
         """The result on torch tensors; `node` gives the logical types (4-bit codes travel in bytes)."""
@@ -92,19 +106,10 @@ class Node:
         if op.arity is not None and len(src) != op.arity:
             raise TypeMismatchError(f"{op.name} takes {op.arity} operand{'' if op.arity == 1 else 's'}, not {len(src)}")
         made = object.__new__(cls)
-        types: list[TensorType] = []
-        for s in src:
-            if isinstance(s.type, TupleType):
-                if op.name != "item":
-                    raise TypeMismatchError(f"{op.name} takes tensors, not the tuple {s.type}", hint="item(index=…) first")
-            else:
-                types.append(s.type)
-        inferred = op.infer_item(src[0].type) if op.name == "item" else op.infer(*types)  # type: ignore[attr-defined]
         object.__setattr__(made, "op", op)
         object.__setattr__(made, "src", src)
-        object.__setattr__(made, "type", inferred)
-        made_here = op.name in ("const", "iota")
-        object.__setattr__(made, "constant", made_here or (bool(src) and all(s.constant for s in src)))
+        object.__setattr__(made, "type", op.infer_types(*(s.type for s in src)))
+        object.__setattr__(made, "constant", op.constant_source or (bool(src) and all(s.constant for s in src)))
         with _LOCK:
             return _INTERNED.setdefault(key, made)
 

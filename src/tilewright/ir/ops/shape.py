@@ -237,6 +237,7 @@ class Iota(Op):
     """0, 1, 2, … along `axis`, the same on every other; converted as `convert` does where the type is too narrow."""
 
     arity: ClassVar[int | None] = 0
+    constant_source: ClassVar[bool] = True
 
     dtype: DType
     shape: Shape

@@ -50,6 +50,7 @@ class Const(Op):
     """A constant; `data` refers to the source's memory."""
 
     arity: ClassVar[int | None] = 0
+    constant_source: ClassVar[bool] = True
 
     data: Literal
 
@@ -89,15 +90,8 @@ class Item(Op):
 
     index: int
 
-    def infer(self, *src: TensorType) -> Type:
-        raise TypeMismatchError("item takes an operation with several results, not a tensor")
-
-    def infer_item(self, source: Type) -> Type:
-        """The type of the item.
-
-        Raises:
-            TypeMismatchError: `source` is no tuple, or has no such item.
-        """
+    def infer_types(self, *src: Type) -> Type:
+        (source,) = src
         if not isinstance(source, TupleType):
             raise TypeMismatchError(f"item takes an operation with several results, not {source}")
         if not 0 <= self.index < len(source.items):
