@@ -54,6 +54,12 @@ def _stays(m: Match, node: Node, producer: Node) -> str | None:
     name = producer.op.name
     if len(m.users[producer]) != 1:
         return f"{len(m.users[producer])} operations read the {name}"
+    return stays_outside(node, producer)
+
+
+def stays_outside(node: Node, producer: Node) -> str | None:
+    """The sentence why an elementwise operation cannot be computed where its producer's result is stored, or None."""
+    name = producer.op.name
     if producer.shape != node.shape:
         return f"it broadcasts the {name} from {list(producer.shape)} to {list(node.shape)}"
     if isinstance(node.op, Quantize) and producer in node.src[1:]:

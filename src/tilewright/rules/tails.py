@@ -10,9 +10,9 @@ from tilewright.ir.anchor import ANCHORS, operands_of, rebuilt, stores_of
 from tilewright.ir.build import items
 from tilewright.ir.expression import ELEMENTWISE, REARRANGE, Sources, views_outward
 from tilewright.ir.graph import Graph, Node, Users
-from tilewright.ir.ops import Call, Item, Quantize, Slice
+from tilewright.ir.ops import Call, Item, Slice
 from tilewright.ir.pattern import Step, Trace, graph_pass, rewrite
-from tilewright.rules.epilogue import left_to_its_readers
+from tilewright.rules.epilogue import left_to_its_readers, stays_outside
 from tilewright.rules.prologue import read_side_inputs_unbroadcast
 
 Turn = tuple[int, int]
@@ -51,6 +51,8 @@ def _tails(anchor: Node, users: Users, turn: Mapping[Node, Turn], place: Mapping
     own = {r: stores[r.op.index if isinstance(r.op, Item) else 0] for r in results}
     expression = _closure(anchor, own, users, turn, place, sources)
     wanted = {*own, *_wanted(expression, users, place)}
+    # What leaves the anchor must be stored. Where one reader alone waits for such a value, that reader is stored in its place if
+    # it may be; then another value can be the only one that leaves, so this goes on until none moves any more.
     while True:
         live_out = {n: [r for r in users[n] if r is None or r not in wanted] for n in expression if n in wanted}
         live_out = {n: outside for n, outside in live_out.items() if outside}
@@ -134,7 +136,7 @@ def _follows(
 
 def _absorbable(reader: Node, node: Node) -> bool:
     if isinstance(reader.op, ELEMENTWISE):
-        return reader.shape == node.shape and not (isinstance(reader.op, Quantize) and node in reader.src[1:])
+        return stays_outside(reader, node) is None
     return isinstance(reader.op, REARRANGE)
 
 
