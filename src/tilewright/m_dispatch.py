@@ -18,6 +18,7 @@ from tilewright.ir.graph import Graph, label_of
 from tilewright.ir.literal import Literal
 from tilewright.ir.pattern import Trace
 from tilewright.program import Program
+from tilewright.progress import Progress
 from tilewright.runtime.executable import prepare
 from tilewright.runtime.partition import Part, decided, parts_for, problem_of_part
 from tilewright.schedule.ahead import Job
@@ -25,7 +26,7 @@ from tilewright.schedule.buckets import Buckets, PackingVariants, bucketed, reca
 from tilewright.schedule.candidate import LAST_RESORT, discover, plan_for
 from tilewright.schedule.problem import AnyProblem, Problem
 from tilewright.schedule.record import Key
-from tilewright.schedule.search import Decision, Progress, search
+from tilewright.schedule.search import Decision, search
 from tilewright.schedule.tuning_database import TuningDatabase, user_cache
 from tilewright.threads import limited, threaded
 

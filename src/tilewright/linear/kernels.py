@@ -25,12 +25,12 @@ from tilewright.ir.ops import Const
 from tilewright.ir.types import TensorType
 from tilewright.m_dispatch import MOST_ROWS, AnyRows, compile_rows, known_rows
 from tilewright.program import Program
+from tilewright.progress import Progress
 from tilewright.runtime.quantized_weight import QuantizedWeight
 from tilewright.schedule.ahead import Job, compile_ahead
 from tilewright.schedule.buckets import Buckets
 from tilewright.schedule.packed import unwritten
 from tilewright.schedule.problem import AnyProblem
-from tilewright.schedule.search import Progress
 
 FEW_ROWS = 32  # for which kernels on Hopper scale sums rather than weights
 MOST_ROWS_OF_A_CPU = 512  # where a row costs the same in any number of them, and checking a kernel takes seconds

@@ -16,6 +16,7 @@ import torch
 
 from tilewright.errors import InputError, UnsupportedError
 from tilewright.hardware.target import Target
+from tilewright.progress import Progress
 from tilewright.schedule.candidate import (
     LAST_RESORT,
     Candidate,
@@ -33,7 +34,7 @@ from tilewright.schedule.candidate import (
 from tilewright.schedule.measure import last_cache_bytes
 from tilewright.schedule.problem import Problem
 from tilewright.schedule.record import End, Key, Range, Table
-from tilewright.schedule.search import Decision, Progress, search
+from tilewright.schedule.search import Decision, search
 
 MOST_PACKINGS = 2
 WORTH = 1.05  # times faster that a second packing must make some number of rows

@@ -13,7 +13,6 @@ import torch
 from tilewright.deadline import considering
 from tilewright.errors import UnsupportedError, say
 from tilewright.hardware.target import Target
-from tilewright.progress import Progress as Progress
 from tilewright.schedule.bench import Attempt, Bench, failure, unchecked
 from tilewright.schedule.candidate import (
     LAST_RESORT,
