@@ -251,7 +251,7 @@ class Plan:
 
 
 def plan(problem: Problem, target: Target) -> Plan | Refusal:
-    """Takes gemms with something to take apart: computed operands, several stores, or work between product and store; else a
+    """Take gemms with something to take apart: computed operands, several stores, or work between product and store; else a
     refusal."""
     op = problem.op
     ways: list[str] = []

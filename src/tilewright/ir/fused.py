@@ -102,7 +102,7 @@ def natural_accumulator(a: DType, b: DType) -> DType:
 
 
 def _check_side(side: Side) -> None:
-    """Raises TypeMismatchError for what would be left out without a word."""
+    """Raise TypeMismatchError for what would be left out without a word."""
     stored = side.value.tensor
     if stored.rank < 2:
         raise TypeMismatchError(f"{stored} is no matrix", hint="give a vector as one row or one column")
@@ -116,7 +116,7 @@ def _check_side(side: Side) -> None:
 
 
 def _fits(given: Node, shape: Shape, what: str, where: str | None) -> None:
-    """Raises TypeMismatchError, with the name of what was given, if it does not broadcast to `shape`."""
+    """Raise TypeMismatchError, with the name of what was given, if it does not broadcast to `shape`."""
     try:
         wrong = None if broadcast_shapes(given.shape, shape) == shape else "is larger than"
     except TypeMismatchError:

@@ -51,7 +51,7 @@ def _tails(anchor: Node, users: Users, turn: Mapping[Node, Turn], place: Mapping
     own = {r: stores[r.op.index if isinstance(r.op, Item) else 0] for r in results}
     expression = _closure(anchor, own, users, turn, place, sources)
     wanted = {*own, *_wanted(expression, users, place)}
-    # What leaves the anchor must be stored. Where one reader alone waits for such a value, that reader is stored in its place if
+    # What leaves the anchor must be stored. Where one reader alone waits for such a value, the reader is stored in its place if
     # it may be; then another value can be the only one that leaves, so this goes on until none moves any more.
     while True:
         live_out = {n: [r for r in users[n] if r is None or r not in wanted] for n in expression if n in wanted}

@@ -233,7 +233,7 @@ class Precompiled(Plan, Protocol):
     """A plan of whose kernels any process, with no device at hand, can make the machine code beforehand."""
 
     def compile(self, schedule: Schedule) -> None:
-        """Leaves it where `build` finds it, in whatever process."""
+        """Leave it where `build` finds it, in whatever process."""
         ...
 
 

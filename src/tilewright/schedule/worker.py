@@ -109,7 +109,7 @@ class HostedBench:
     expect_s: float
 
     def __init__(self, problem: AnyProblem, target: Target, weights: Mapping[int, torch.Tensor], *, cold: bool = False) -> None:
-        """Waits until no other thread's bench is open: two would disturb each other's times.
+        """Wait until no other thread's bench is open: two would disturb each other's times.
 
         Raises:
             UnavailableError: there is no worker, or the problem cannot be sent.

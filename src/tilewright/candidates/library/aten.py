@@ -55,7 +55,7 @@ def _converted_bytes(problem: Problem, compute: DType) -> int:
 
 
 def plan(problem: Problem, target: Target) -> FixedPlan | Refusal:
-    """Takes products added up in floats; a point is the type that torch.matmul multiplies in. Else a refusal."""
+    """Take products added up in floats; a point is the type that torch.matmul multiplies in. Else a refusal."""
     a, b, acc = problem.lhs.dtype, problem.rhs.dtype, problem.acc.dtype
     if not acc.is_float:
         return Refusal(f"torch.matmul has no {a} x {b} product into {acc}")

@@ -87,7 +87,7 @@ def _compiled(problem: FusionProblem, device: torch.device) -> Callable[..., Seq
 
 
 def plan(problem: FusionProblem, target: Target) -> FixedPlan | Refusal:
-    """Takes fusions that compute something and for which no candidate generates a kernel; else a refusal."""
+    """Take fusions that compute something and for which no candidate generates a kernel; else a refusal."""
     if problem.only_views:
         return Refusal("nothing is computed")
     for other in discover():

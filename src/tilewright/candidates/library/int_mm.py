@@ -54,7 +54,7 @@ def _plain(t: torch.Tensor) -> torch.Tensor:
 
 
 def plan(problem: Problem, target: Target) -> FixedPlan | Refusal:
-    """Takes s8 x s8 products into s32, and u8 x s8 on a CPU, of the shapes that torch._int_mm has; else a refusal."""
+    """Take s8 x s8 products into s32, and u8 x s8 on a CPU, of the shapes that torch._int_mm has; else a refusal."""
     if problem.acc.dtype is not S32:
         return Refusal(f"torch._int_mm accumulates in s32, not {problem.acc.dtype}")
     unsigned = problem.lhs.dtype is U8 and target.kind == "cpu"  # oneDNN's own form; cuBLASLt has none

@@ -120,7 +120,7 @@ def _build(problem: Problem, post: PostOps, schedule: Schedule) -> Kernel:
 
 
 def plan(problem: Problem, target: Target) -> FixedPlan | Refusal:
-    """Takes f32 and bf16 products by a constant right operand whose stores oneDNN's post-ops can do; else a refusal."""
+    """Take f32 and bf16 products by a constant right operand whose stores oneDNN's post-ops can do; else a refusal."""
     if not torch.backends.mkldnn.is_available():
         return Refusal("this torch was built without oneDNN")
     pair = {problem.lhs.dtype, problem.rhs.dtype}

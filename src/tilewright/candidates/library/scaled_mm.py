@@ -38,7 +38,7 @@ def _build(problem: Problem, target: Target, schedule: Schedule) -> Kernel:
 
 
 def plan(problem: Problem, target: Target) -> FixedPlan | Refusal:
-    """Takes products of 8-bit floats by one matrix, K and N in multiples of 16, on chips with such a unit; else a refusal."""
+    """Take products of 8-bit floats by one matrix, K and N in multiples of 16, on chips with such a unit; else a refusal."""
     a, b = problem.lhs.dtype, problem.rhs.dtype
     if {a, b} - {F8E4M3FN, F8E5M2} or a is b is F8E5M2:
         return Refusal(f"cuBLASLt's 8-bit float product takes e4m3fn with e4m3fn or e5m2, not {a} x {b}")

@@ -79,7 +79,7 @@ def _rows_as_heads(mask: torch.Tensor, heads: int, queries: int) -> torch.Tensor
 
 
 def plan(problem: AttentionProblem, target: Target) -> FixedPlan | Refusal:
-    """Takes attentions that scaled_dot_product_attention can express, a point for each type it computes in; else a refusal."""
+    """Take attentions that scaled_dot_product_attention can express, a point for each type it computes in; else a refusal."""
     op = problem.op
     if op.scores is not None or op.weights is not None:
         return Refusal("scaled_dot_product_attention cannot round its scores or weights on the way")

@@ -669,7 +669,7 @@ class GemmWriter:
         f.finish()
 
     def _store_amax(self, f: Function, lanes: int, bits: str, target: str) -> None:
-        """Stores the largest of a tile's magnitudes, as bits, in the one of all: threads rarely have to agree on who writes."""
+        """Store the largest of a tile's magnitudes, as bits, in the one of all: threads rarely have to agree on who writes."""
         most = f.intrinsic(f"llvm.vector.reduce.umax.v{lanes}i32", "i32", (vec(lanes, "i32"), bits))
         before = f.v(f"load atomic i32, ptr {target} monotonic, align 4")
         with f.when(f.v(f"icmp ugt i32 {most}, {before}")):

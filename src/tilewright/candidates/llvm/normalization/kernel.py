@@ -130,7 +130,7 @@ class RowsWriter:
         return self.module
 
     def _worker(self) -> None:
-        """Takes tasks: those of the first nest, then those of the next."""
+        """Take tasks: those of the first nest, then those of the next."""
         r = self.rows
         f = Function(self.module, "worker", [("ptr", "arguments"), ("i64", "thread")])
         at = {i: f.load("ptr", f.at("%arguments", 8 * i), 8) for i in r.sources}

@@ -79,7 +79,7 @@ def part_of_keys(part, head, tile, factors, side, config, load_q, load_k, load_v
 
 @triton.jit
 def leave(acc, row_max, row_sum, parts, own, config):
-    """Writes what a part has found for the rows that exist."""
+    """Write what a part has found for the rows that exist."""
     rows, columns = tl.arange(0, config.tile_m), tl.arange(0, config.width)
     kept = rows < config.kept_rows
     at = parts + own * (config.kept_rows * config.width)
@@ -113,7 +113,7 @@ def combined(parts, block, factors, config):
 
 @triton.jit
 def add(acc, row_max, row_sum, parts, block, i, factors, config):
-    """Adds `at_once` parts from the i-th on to those before, all brought to the largest score so far."""
+    """Add `at_once` parts from the i-th on to those before, all brought to the largest score so far."""
     first = block * config.split_kv
     sums = sums_of(parts, first, i, config)
     tl.debug_barrier()  # or ptxas would ask for them when it has what follows

@@ -223,7 +223,7 @@ class _Generated:
         return replace(tile, columns="columns", width=extent, column_mask=mask)
 
     def _load(self, operand: Operand, extent: int, *, ragged: bool) -> Function:
-        """Reads a tile's rows of an operand."""
+        """Read a tile's rows of an operand."""
         t = self._body()
         tile = self._columns(t, extent, Tile("rows", "", 0))
         for mask in t.masked_if("ragged", "row_mask") if ragged else (None,):
@@ -232,7 +232,7 @@ class _Generated:
         return ("rows", "row_mask", "ragged: tl.constexpr", "side"), t
 
     def _score(self, *, ragged: bool) -> Function:
-        """Makes scores of a product of queries and keys: scaled, as an expression of them, masked."""
+        """Make scores of a product of queries and keys: scaled, as an expression of them, masked."""
         h, t = self.h, self._body()
         for column_mask in t.masked_if("ragged", "key_mask") if ragged else (None,):
             tile, score = replace(self.rows, columns="keys", width=h.keys, column_mask=column_mask), "x"
@@ -268,7 +268,7 @@ class _Generated:
         return t.call("where", f"({value} < {LEAST}) & ({value} > float('-inf'))", f"{LEAST}", value)
 
     def _round_weights(self, *, ragged: bool) -> Function:
-        """Makes weights as they enter the second product, of those with the largest of a row one."""
+        """Make weights as they enter the second product, of those with the largest of a row one."""
         h, t = self.h, self._body()
         for column_mask in t.masked_if("ragged", "key_mask") if ragged else (None,):
             if isinstance(h.on_weights, Rounded):
@@ -284,7 +284,7 @@ class _Generated:
         return ("weights", "inverse", "rows", "row_mask", "keys", "key_mask", "ragged: tl.constexpr", "side"), t
 
     def _store(self) -> Function:
-        """Computes and writes a tile's results."""
+        """Compute and write a tile's results."""
         h, t = self.h, self._body()
         if h.v.codes is not None:
             of_weights = h.on_weights.codes.scale if isinstance(h.on_weights, Rounded) else 1.0

@@ -78,7 +78,7 @@ class Text:
         return name
 
     def do(self, line: str) -> None:
-        """Adds a statement."""
+        """Add a statement."""
         self.lines.append("    " * self._indent + line)
 
     @contextmanager

@@ -193,7 +193,7 @@ def write(spec: KernelSpec) -> KernelSource:
 
 
 def _load(spec: KernelSpec, access: Access, row_mask: str | None, numbers: Text, *, across: bool) -> Text:
-    """Loads a tile of an operand: repeated where it does not vary, zero past the end of K, in the type of the dot."""
+    """Load a tile of an operand: repeated where it does not vary, zero past the end of K, in the type of the dot."""
     t, point, target = Text(beside=numbers), spec.point, spec.dot.operand
     ragged = spec.depth % (point.tile_k * point.split_k) > 0
     tile = Tile("rows", "k", spec.depth, row_mask, "k_mask" if ragged else None, None, across, "k0", point.tile_k)

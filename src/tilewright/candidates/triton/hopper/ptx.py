@@ -201,7 +201,7 @@ def _in_clusters(ptx: str, size: int, barriers: list[tuple[int, int]], more: lis
 
 @contextmanager
 def rewriting(*rewrites: Rewrite) -> Generator[None]:
-    """Rewrites the PTX of what Triton compiles in this thread meanwhile, in order. Its cache knows nothing of it.
+    """Rewrite the PTX of what Triton compiles in this thread meanwhile, in order. Its cache knows nothing of it.
 
     From 3.7 on Triton first asks the hook, with no arguments, for what its cache is to add to the kernel's name: nothing, since
     a text names `REWRITE_DIGEST`.

@@ -96,7 +96,7 @@ def last_chunk(head, count, side, config, mask):
 
 @gluon.jit
 def producer(k_desc, v_desc, k_ring, v_ring, counts, side, config, k_at, v_at, mask):
-    """Brings the keys and values of every item of this block, last chunk first, and beside the keys their padding mask, worked
+    """Bring the keys and values of every item of this block, last chunk first, and beside the keys their padding mask, worked
     out here; in `counts`, how many chunks there are where such a mask hides the last ones."""
     one: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     step = 0
@@ -217,7 +217,7 @@ def apply_causal(scores, tile, chunk, config, first: gl.constexpr):
 
 @gluon.jit
 def consumer(group, rings, counts, pingpong, scales, side, config, q_at, epilogue):
-    """Multiplies a tile of each item, 64 queries, by its keys and values, and hands the result to the epilogue. The softmax is
+    """Multiply a tile of each item, 64 queries, by its keys and values, and hand the result to the epilogue. The softmax is
     carried along: `row_max` and `row_sum` are those of the chunks so far, `alpha` brings earlier weights to a new maximum.
     `rings` are the operands and their barriers."""
     q_desc, q, q_full, k_ring, v_ring = rings

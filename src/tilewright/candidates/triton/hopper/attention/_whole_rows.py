@@ -239,7 +239,7 @@ def ones_of(mma_dtype: gl.constexpr, config):
 
 @gluon.jit
 def wait_for_copies():
-    """Waits until all threads' copies have come and the matrix unit sees them."""
+    """Wait until all threads' copies have come and the matrix unit sees them."""
     async_copy.wait_group(0)
     fence_async_shared()
     barrier()
@@ -247,7 +247,7 @@ def wait_for_copies():
 
 @gluon.jit
 def attend_tile(tile, head, q, k, v, ones, whole, scales, side, run: gl.constexpr, config, load_q, mask, epilogue):
-    """Works out the results of a tile, 64 queries of `q`, over all keys that tiles of its run see; copies the block's next tile
+    """Work out the results of a tile, 64 queries of `q`, over all keys that tiles of its run see; copy the block's next tile
     into `q` meanwhile. `whole` and `ones` are those of `masked_scores` and `ones_of`."""
     out: gl.constexpr = fragment(config.width, v[0].dtype)
     keys: gl.constexpr = config.runs[run][2]
@@ -333,7 +333,7 @@ def reversed_head(item, config):
 
 @gluon.jit
 def persistent_producer(k_desc, v_desc, k_ring, v, v_full, v_empty, bias, m_full, side, config, k_at, v_at, mask):
-    """Brings the keys and values of each of this block's heads, chunk by chunk, and leaves their padding mask in `bias`."""
+    """Bring the keys and values of each of this block's heads, chunk by chunk, and leave their padding mask in `bias`."""
     size: gl.constexpr = extent(config.keys, 0)
     n = 0
     for item in range(gl.program_id(0), config.heads, gl.num_programs(0)):
@@ -400,7 +400,7 @@ def persistent_tile(
 
 @gluon.jit
 def persistent_consumer(group, rings, bias, m_full, ones, scales, side, config, q_at, mask, epilogue):
-    """Works out every other tile of each of this block's heads; `rings` are the operands and their barriers."""
+    """Work out every other tile of each of this block's heads; `rings` are the operands and their barriers."""
     q_desc, q, q_full, k_ring, _, v_full, v_empty = rings
     n = 0
     q_phase = 0

@@ -350,7 +350,7 @@ def quantised_result(root: Node) -> tuple[DType, float] | None:
 
 
 def check_alignment(heads: Heads) -> None:
-    """Checks that all rows of the operands lie in memory as copies of 16 bytes take them.
+    """Check that all rows of the operands lie in memory as copies of 16 bytes take them.
 
     Raises:
         Unsupported: a sentence.

@@ -376,7 +376,7 @@ class Epilogue:
 
     @gluon.jit
     def load_first(self, i: gl.constexpr, tile, first, always: gl.constexpr = False):
-        """Reads what all subtiles of a store need, and one; not ahead where a tile may have no part in it."""
+        """Read what all subtiles of a store need, and one; not ahead where a tile may have no part in it."""
         layout: gl.constexpr = subtile_layout(i, self.config)
         if always or self.config.store_extent[i] == 0:
             begun = self.begin(i, self.side, tile, layout)
@@ -386,7 +386,7 @@ class Epilogue:
 
     @gluon.jit
     def load_next(self, i: gl.constexpr, j: gl.constexpr, tile, begun):
-        """Reads what the subtile after subtile j of store i needs."""
+        """Read what the subtile after subtile j of store i needs."""
         columns: gl.constexpr = self.config.subtile_n[i]
         if j + 1 == self.config.epilogue_n // columns:
             if i + 1 < len(self.config.subtile_n.value):

@@ -24,7 +24,7 @@ from tilewright.candidates.triton.runtime._gluon import aggregate_of, barrier, r
 
 @gluon.jit
 def fixup(sums, scheduler, j, scratch, group: gl.constexpr, config: gl.constexpr):
-    """Adds up a tile that several workers have shares of (stream-K), in order: the last of them does, the others are done.
+    """Add up a tile that several workers have shares of (stream-K), in order: the last of them does, the others are done.
 
     Gives the sums, and whether the tile is this worker's to store. Parts lie in memory thread by thread for each register.
     """
@@ -102,7 +102,7 @@ class ClusterReduction:
 
     @gluon.jit
     def expect(self, group: gl.constexpr):
-        """Says how many bytes the other blocks send to a warpgroup."""
+        """Say how many bytes the other blocks send to a warpgroup."""
         config: gl.constexpr = self.config
         mbarrier.expect(self.full.index(group), (config.split_k - 1) * config.rows * config.epilogue_n * 4)
 
@@ -190,6 +190,6 @@ def sending(nbytes):
 
 @gluon.jit
 def mark(buffers, number: gl.constexpr):
-    """Says where a ring is."""
+    """Say where a ring is."""
     at = reinterpret(buffers.index(0), gl.int64, [1], mbarrier.MBarrierLayout())
     mbarrier.init(at, count=MARKED + number)

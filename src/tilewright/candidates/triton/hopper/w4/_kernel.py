@@ -148,7 +148,7 @@ def in_place(count):
 
 @gluon.jit
 def wgmma_wait(left: gl.constexpr, products):
-    """Waits until all products but the last `left` groups have ended, those of `products` among them."""
+    """Wait until all products but the last `left` groups have ended, those of `products` among them."""
     asm: gl.constexpr = f"wgmma.wait_group.sync.aligned {left};"
     count: gl.constexpr = len(products)
     return gl.inline_asm_elementwise(asm, in_place(count), products, dtype=(gl.float32,) * count, is_pure=False, pack=1)
@@ -349,7 +349,7 @@ def copy_chunk(x, chunk, block, pred):
 
 @gluon.jit
 def wait_chunk(chunk, left: gl.constexpr, block):
-    """Waits, in all warps, until a chunk is there, and all but `left` of those whose copies were issued after it."""
+    """Wait, in all warps, until a chunk is there, and all but `left` of those whose copies were issued after it."""
     config: gl.constexpr = block.config
     if left == 0:
         cp_async_wait_all()
@@ -367,7 +367,7 @@ def wait_chunk(chunk, left: gl.constexpr, block):
 
 @gluon.jit
 def next_chunk(x, chunk: gl.constexpr, block):
-    """Waits for a chunk, and has the next one copied to where the one before it was."""
+    """Wait for a chunk, and have the next one copied to where the one before it was."""
     last: gl.constexpr = block.config.k_chunks - 1
     if chunk > 0 and chunk < last:
         barrier()
@@ -479,7 +479,7 @@ def named(dtype):
 
 @gluon.jit
 def add_scaled(products, scales, group: gl.constexpr, acc, config: gl.constexpr):
-    """Adds sums of a group's products, times its scales, to the others."""
+    """Add sums of a group's products, times its scales, to the others."""
     if config.scale_dtype == "float32":
         low = scales[2 * group].to(gl.float32, bitcast=True)
         high = scales[2 * group + 1].to(gl.float32, bitcast=True)
@@ -512,7 +512,7 @@ def correction(beside, config: gl.constexpr):
 
 @gluon.jit
 def finish(sums, tile: gl.constexpr, products, scales, left: gl.constexpr, config: gl.constexpr):
-    """Adds products, once they have ended, to a tile's sums; `left` groups that were issued later stay in flight."""
+    """Add products, once they have ended, to a tile's sums; `left` groups that were issued later stay in flight."""
     n: gl.constexpr = config.columns // 2
     if config.in_flight > 0:
         products = wgmma_wait(left, products)
@@ -527,7 +527,7 @@ def finish(sums, tile: gl.constexpr, products, scales, left: gl.constexpr, confi
 
 @gluon.jit
 def multiply_blocks(queues, sums, x, at, here, there, more, weights):
-    """Multiplies the blocks of 64 columns that are unrolled: a tile's part of K, or that of one iteration of a loop. Gives the
+    """Multiply the blocks of 64 columns that are unrolled: a tile's part of K, or that of one iteration of a loop. Gives the
     words that are in flight then, and sums.
 
     Args:
@@ -584,7 +584,7 @@ def multiply_blocks(queues, sums, x, at, here, there, more, weights):
 
 @gluon.jit
 def prologue(x, weights):
-    """Loads the first words of the first row tile, and activations. By `launch_early` the next kernel may be launched once the
+    """Load the first words of the first row tile, and activations. By `launch_early` the next kernel may be launched once the
     one before has ended."""
     config: gl.constexpr = weights.config
     block = weights.block
@@ -658,14 +658,14 @@ def multiply_chunk(queues, sums, x, chunk, offsets, after, further, weights):
 
 @gluon.jit
 def send(at, four, to, bar, pred, block):
-    """Sends four sums, which are `at` bytes into the block's tile, to the block that finishes them."""
+    """Send four sums, which are `at` bytes into the block's tile, to the block that finishes them."""
     own: gl.constexpr = block.config.cta_sums * 4 // block.config.cluster
     st_async(to + block.rank * own + (at & (own - 1)), at // own, four[0], four[1], four[2], four[3], bar, pred)
 
 
 @gluon.jit
 def reduce(sums, count, block):
-    """Brings sums over the parts of K to the block that finishes their rows, where `total` adds them up.
+    """Bring sums over the parts of K to the block that finishes their rows, where `total` adds them up.
 
     Args:
         sums: a warp's sums.
@@ -743,7 +743,7 @@ def out_layout(config):
 
 @gluon.jit
 def epilogue(row_tile, count, block, side, store: gl.constexpr):
-    """Stores the block's part of the row tile, columns of the results along the first axis. Where two rows of the weights make
+    """Store the block's part of the row tile, columns of the results along the first axis. Where two rows of the weights make
     one (`pack.in_turn`), the other one's sum is `up`."""
     config: gl.constexpr = block.config
     layout: gl.constexpr = out_layout(config)
