@@ -27,14 +27,14 @@ from tilewright.schedule.race import Laps, Race, scatter
 from tilewright.schedule.record import Reason
 from tilewright.threads import count, limited
 
-HOPELESS = 8
-SHORT_S = 0.01
+HOPELESS = 8  # times as long as the fastest in its first call: not timed any further
+SHORT_S = 0.01  # a first call shorter than this may have been slow by chance, and is made once more
 LAST_CACHE_BYTES = 8 << 20  # where the machine reports less, or nothing
-REPEATS = 3
+REPEATS = 3  # calls more that must give the same bits: a race between threads rarely shows in one
 SPAN_US = 200.0  # between two events of a GPU, so that the few µs that they take themselves show little
 MOST_TOGETHER = 100  # calls between them: those of several such spans fit into the queue of launches
 CYCLES_PER_US = 2000  # of a GPU's clock, at most
-SLACK = 1.5
+SLACK = 1.5  # on the time for which a GPU is kept busy while the host queues calls, as that time varies
 RECORD_US = 10.0  # of the host, about what it takes to record two events
 MOST_AHEAD_US = 20000.0
 LATE = 2  # times that a call is timed again because the device waited for the host

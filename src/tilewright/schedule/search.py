@@ -219,6 +219,7 @@ class _Search:
         self._race = Race({})
 
     def run(self, candidates: Sequence[Candidate], depth: int) -> Decision:
+        """Choose among candidates, of which `depth` points each compete from the start."""
         spaces = self._spaces(candidates)
         fusion = isinstance(self._problem, FusionProblem)
         if fusion and spaces and all(s.candidate.preference >= LAST_RESORT for s in spaces):

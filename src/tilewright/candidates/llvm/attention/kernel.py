@@ -137,6 +137,8 @@ class AttentionWriter(GemmWriter):
     # -- one tile of queries
 
     def _attend(self) -> None:
+        """Write the phase whose tasks are tiles of `mr` queries of a head: scores panel by panel of packed keys, the softmax of
+        their rows, then the sums over packed values, with the epilogue of each panel of results."""
         h, n, s = self.attention, self.nest, self.attention.scores
         f = self._phase("attend")
         queries = self._scratch(f, f.add(h.threads_at, f.mul("%thread", h.thread_bytes)))

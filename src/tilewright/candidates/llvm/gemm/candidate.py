@@ -33,6 +33,8 @@ from tilewright.schedule.problem import Problem
 
 @dataclass(frozen=True)
 class Plan(NestPlan):
+    """A gemm as a loop nest for one CPU: points of register tiles and cache blocks, and the kernel of each."""
+
     @cached_property
     def product(self) -> Product:
         return Product.of(self.problem, self.nest, in_place=self.in_place)

@@ -36,6 +36,14 @@ EARLY_BYTES = 128  # of constants in a thread's registers while the kernel ahead
 
 @dataclass(frozen=True)
 class Plan:
+    """A fusion as reduction nests for one GPU: points are rows of a tile and warps of a program.
+
+    Attributes:
+        problem, target: what is asked, and where.
+        arch: the architecture that Triton compiles for.
+        nests: the loops over rows, one kernel for all of them.
+    """
+
     problem: FusionProblem
     target: Target
     arch: Arch
