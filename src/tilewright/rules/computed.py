@@ -4,12 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from tilewright.dtype import PRED
 from tilewright.ir.anchor import ANCHORS, operands_of, rebuilt, stores_of
 from tilewright.ir.expression import ELEMENTWISE, QUICK, Sources
 from tilewright.ir.graph import Node, Users, substitute, toposort
-from tilewright.ir.ops import VIEWS, Call, Convert, Dequantize, Gemm, Input, Item, Map, Param, Quantize, Select, Write
+from tilewright.ir.ops import (
+    VIEWS,
+    Attention,
+    Call,
+    Convert,
+    Dequantize,
+    Gemm,
+    Input,
+    Item,
+    Map,
+    Param,
+    Quantize,
+    Select,
+    Write,
+)
 from tilewright.ir.pattern import Match, Pat, rule
-from tilewright.rules.prologue import readable
+from tilewright.rules.prologue import few_queries, readable
 
 LONG_WAY = 64  # nodes of one prologue
 
@@ -67,6 +82,41 @@ def _stays(m: Match, node: Node, root: Node, other: Node, leaf: Node, found: Seq
         return "kernels for scales by blocks take the other operand as it lies in memory"
     if op.acc_dtype.is_integer and not all(_is_integer(n) for n in found):
         return "an integer product is exact, and a float function before it rounds"
+    return None
+
+
+@rule(Pat(Attention, where=few_queries), stage="computed")
+def compute_cached_keys_where_they_are_read(m: Match) -> Node | None:
+    """attention(q, f(k, s), v) -> attention(q, k, s, v) {operands = param0, f(param1, param2), param3}; values alike
+
+    As a cache of codes is written out: (codes - zero) * scale + offset, with scales narrowed on the way. Where: f is of
+    functions of an instruction or two, selects, casts and views; it reads 8-bit codes, or is smaller than the keys, as their
+    scales are; queries are few, so that each key is read by one tile; nothing else reads f; it is made of what lies in memory.
+    Exact: yes.
+    """
+    node = m.node
+    operands, stores = operands_of(node), stores_of(node)
+    op = node.op
+    assert isinstance(op, Attention)
+    beside = set(toposort([*operands[:1], *operands[3:], *stores, *(r for r in (op.scores, op.weights) if r is not None)]))
+    for root in operands[1:3]:
+        for leaf in toposort((root,)):
+            if not isinstance(leaf.op, Param) or leaf in beside:
+                continue
+            source = node.src[leaf.op.index]
+            found = prologue_of(source)
+            if found is None or all(isinstance(n.op, VIEWS) for n in found) or not all(_quick(n) for n in found):
+                continue
+            inside = {*found}
+            codes = any(s.dtype.bits <= 8 and s.dtype is not PRED for n in found for s in n.src if s not in inside)
+            if source.tensor.elements > root.tensor.elements or not (codes or source.tensor.elements < root.tensor.elements):
+                continue
+            shared = _read_elsewhere(found, node, m.users)
+            if shared is not None:
+                m.refuse(f"{shared.op.name} has other readers, so that it is computed and kept anyway")
+                continue
+            sources = Sources(node.src)
+            return rebuilt(node, substitute(operands, {leaf: _expression(source, found, sources)}), stores, sources.nodes)
     return None
 
 

@@ -6,11 +6,12 @@ from dataclasses import replace
 from math import prod
 
 from tilewright.dtype import BF16, F16, F32, S4, S8, U4, U8, DType
+from tilewright.ir.anchor import ANCHORS
 from tilewright.ir.build import const, convert, reshape
 from tilewright.ir.constant import constant_value, scalar_value
 from tilewright.ir.expression import reshape_groups
 from tilewright.ir.graph import Node, Users
-from tilewright.ir.ops import VIEWS, Broadcast, Concat, Convert, Dequantize, Gemm, Map, Reshape
+from tilewright.ir.ops import VIEWS, Broadcast, Concat, Convert, Dequantize, Map, Reshape
 from tilewright.ir.pattern import Match, Pat, rule
 from tilewright.ir.types import Shape
 from tilewright.rules._codes import are_codes, viewed
@@ -167,7 +168,7 @@ def _multiplied(node: Node, users: Users) -> bool:
         for reader in users[pending.pop()]:
             if reader is None or reader in seen:
                 continue
-            if isinstance(reader.op, Gemm):
+            if isinstance(reader.op, ANCHORS):
                 return True
             if isinstance(reader.op, (*VIEWS, Convert, Concat)):
                 seen.add(reader)

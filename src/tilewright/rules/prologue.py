@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from tilewright.ir.anchor import ANCHORS, operands_of, rebuilt, stores_of
 from tilewright.ir.expression import Sources
 from tilewright.ir.graph import Node, substitute, toposort
-from tilewright.ir.ops import VIEWS, Convert, Dequantize, Param, Slice
+from tilewright.ir.ops import VIEWS, Attention, Convert, Dequantize, Param, Slice
 from tilewright.ir.pattern import Match, Pat, rule
+
+FEW_QUERIES = 64  # rows of a tile
 
 
 @rule(Pat(ANCHORS), stage="prologue")
@@ -15,6 +19,7 @@ def read_operand_through_views_and_casts(m: Match) -> Node | None:
 
     Where: f is a reshape, transpose, slice or broadcast; a dequantize; or a convert from a type that takes no more bytes. The
     kernel then reads what is stored, never a wider copy; a store that reads f(x) too reads it likewise, unless f is a slice.
+    Keys and values with more than one scale only where queries are few: every tile of queries would dequantise them again.
     Other readers of f(x) keep it. Exact: yes.
     """
     node = m.node
@@ -26,10 +31,25 @@ def read_operand_through_views_and_casts(m: Match) -> Node | None:
         source = node.src[leaf.op.index]
         if not readable(source) or (leaf in beside and isinstance(source.op, Slice)):
             continue  # a store that reads the same part would have to cut it out again
+        if _dequantised_by_every_tile(node, operands, leaf, source):
+            m.refuse("every tile of queries would dequantise its keys and values again")
+            continue
         sources = Sources(node.src)
         inner = {leaf: Node(source.op, *(sources.param(s) for s in source.src))}
         return rebuilt(node, substitute(operands, inner), substitute(stores, inner), sources.nodes)
     return None
+
+
+def _dequantised_by_every_tile(node: Node, operands: Sequence[Node], leaf: Node, source: Node) -> bool:
+    """Tell whether an attention of many queries would read keys or values with scales that a product cannot take out."""
+    several = isinstance(source.op, Dequantize) and any(s.tensor.elements > 1 for s in source.src[1:])
+    return several and isinstance(node.op, Attention) and leaf in toposort(operands[1:3]) and not few_queries(node)
+
+
+def few_queries(attention: Node) -> bool:
+    """Tell whether the queries that share keys are rows of one tile, so that keys and values are read once for them."""
+    q, k = operands_of(attention)[:2]
+    return q.shape[1] * q.shape[2] <= FEW_QUERIES * k.shape[1]
 
 
 def readable(source: Node) -> bool:

@@ -9,10 +9,11 @@ from ptx import H200, emulate, emulating
 from ptx.machine import How
 
 from tests.candidates.triton.test_attention import flash
+from tilewright.compiler import optimise
 from tilewright.dtype import BF16, F8E4M3FN, F16, F32, PRED, S8
 from tilewright.ir.build import broadcast, convert, input_, map_, reshape, slice_, transpose
 from tilewright.ir.evaluate import evaluate_nodes
-from tilewright.ir.graph import Node
+from tilewright.ir.graph import Graph, Node
 from tilewright.ir.ops import Acc, Attention, Param
 from tilewright.ir.types import TensorType
 from tilewright.schedule.expected import check, expect
@@ -142,6 +143,23 @@ def cached(codes, dtype, scales, shape=(2, 4, 2, 1, 70, 16, 16)):
 )
 def test_caches_of_codes_with_their_scales(codes, scales):
     right(cached(codes, BF16, scales), tile(3))
+
+
+@pytest.mark.parametrize(
+    "schedule", [tile(3), Schedule.of_point(TileConfig(16, 16, 4, 2, "online", "ieee"))], ids=["split", "whole"]
+)
+@pytest.mark.parametrize("codes", [S8, F8E4M3FN], ids=str)
+def test_caches_as_programs_write_them(codes, schedule):
+    """convert(convert(codes) * scale), with a scale for each token narrowed on the way, after all rules."""
+    q = input_("q", BF16, (2, 4, 1, 16))
+    k, v = (input_(n, codes, (2, 2, 70, 16)) for n in "kv")
+    scales = [input_(f"{n}s", F32, (2, 2, 70, 1)) for n in "kv"]
+    wide = map_("multiply", convert(k, BF16), broadcast(convert(scales[0], BF16), k.shape))
+    at_once = convert(map_("multiply", convert(v, F32), broadcast(scales[1], v.shape)), BF16)
+    graph = optimise(Graph("cache", (q, k, v, *scales), (Node(Attention(0.25), q, wide, at_once),), ("y",)))
+    (node,) = (n for n in graph.nodes() if n.src)
+    assert isinstance(node.op, Attention) and {s.dtype for s in node.src} == {BF16, codes, F32}
+    right(node, schedule)
 
 
 def test_a_cache_that_lies_by_tokens_is_read_where_it_is():
