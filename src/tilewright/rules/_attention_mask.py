@@ -16,9 +16,9 @@ from tilewright.ir.build import const, convert, map_
 from tilewright.ir.constant import repeating_value, scalar_value
 from tilewright.ir.graph import Node
 from tilewright.ir.ops import Broadcast, Map, Select
+from tilewright.ir.ops.attention import Causal
 from tilewright.rules._attention_parts import Slots
 
-Causal = Literal["no", "upper", "lower"]
 Sight = Literal["upper", "lower", "all", "other"]
 
 # Added to any f32 score below 6e22 this gives the number itself, and next to a visible score its exponential is 0.

@@ -7,7 +7,6 @@ another precision is read as the products, the mask and the softmax that the ope
 from __future__ import annotations
 
 import math
-from typing import Literal
 
 from tilewright.dtype import F32, F64, PRED, S64, DType
 from tilewright.frontends.onnx.node import OpNode, Unmodelled, converts
@@ -15,6 +14,7 @@ from tilewright.frontends.onnx.tensors import element_type
 from tilewright.ir.build import broadcast, const, convert, map_, reduce_, reshape, slice_, swap_last, transpose
 from tilewright.ir.graph import Node
 from tilewright.ir.ops import Attention, Concat, Gather, Iota, Pad, Select, Softmax, gemm
+from tilewright.ir.ops.attention import Causal
 
 _NEGATIVE_INFINITY = float("-inf")
 _RAW, _CAPPED, _MASKED, _PROBABILITIES = range(4)  # what the fourth result holds
@@ -67,7 +67,7 @@ def joined_heads(y: Node) -> Node:
     return reshape(transpose(y, (0, 2, 1, 3)), (y.shape[0], y.shape[2], y.shape[1] * y.shape[3]))
 
 
-def _mask(op: OpNode, q: Node, k: Node, past: int) -> tuple[Literal["no", "upper", "lower"], Node | None]:
+def _mask(op: OpNode, q: Node, k: Node, past: int) -> tuple[Causal, Node | None]:
     """The keys a query may see: as a causal rule of the attention node if it is one, the rest as a mask."""
     length, total = q.shape[2], k.shape[2]
     given, valid = op.optional(3), op.optional(6)
@@ -79,7 +79,7 @@ def _mask(op: OpNode, q: Node, k: Node, past: int) -> tuple[Literal["no", "upper
         mask = padding if mask is None else both(mask, padding)
         offset = map_("subtract", count, const(length, S64))
     left, right = op.integer("left_window_size", -1), op.integer("right_window_size", -1)
-    causal: Literal["no", "upper", "lower"] = "no"
+    causal: Causal = "no"
     if op.integer("is_causal", 0):
         if valid is None and left < 0 and past in (0, total - length):
             causal = "upper" if past == 0 else "lower"

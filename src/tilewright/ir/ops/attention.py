@@ -20,6 +20,13 @@ from tilewright.ir.types import TensorType, TupleType, Type
 if TYPE_CHECKING:
     from tilewright.ir.graph import Value
 
+Causal = Literal["no", "upper", "lower"]
+
+
+def causal_shift(causal: Causal, queries: int, keys: int) -> int:
+    """The last key that the first query sees, by the corner of the scores from which the triangle is drawn."""
+    return keys - queries if causal == "lower" else 0
+
 
 @dataclass(frozen=True)
 class Attention(Op):
@@ -38,7 +45,7 @@ class Attention(Op):
     """
 
     scale: float
-    causal: Literal["no", "upper", "lower"] = "no"
+    causal: Causal = "no"
     zero_masked_rows: bool = False
     operands: tuple[Node, ...] = ()
     scores: Node | None = None
@@ -130,8 +137,7 @@ class Attention(Op):
         if self.causal != "no":
             s, t = scores.shape[-2:]
             last = torch.arange(first, first + s, device=scores.device)[:, None]
-            if self.causal == "lower":
-                last = last + t - (s if queries is None else queries)
+            last = last + causal_shift(self.causal, s if queries is None else queries, t)
             scores = scores.masked_fill(torch.arange(t, device=scores.device) > last, float("-inf"))
         return scores
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
 
 from tilewright.candidates.llvm.expressions.printer import Printer, element
 from tilewright.candidates.llvm.expressions.text import Function, Int, Module, vec
@@ -20,6 +19,7 @@ from tilewright.candidates.llvm.gemm.nest import Nest, rounded
 from tilewright.dtype import F32, PRED, DType
 from tilewright.ir.graph import Node, toposort
 from tilewright.ir.ops import Param
+from tilewright.ir.ops.attention import Causal, causal_shift
 from tilewright.lowering.access import Access
 from tilewright.lowering.scalar.functions import bounded_exp
 
@@ -46,7 +46,7 @@ class AttentionNest:
     scores: Nest
     output: Nest
     scale: float
-    causal: Literal["no", "upper", "lower"]
+    causal: Causal
     zero_masked_rows: bool
     mask: Access | None
     on_scores: Access | None
@@ -232,7 +232,7 @@ class AttentionWriter(GemmWriter):
                     else:
                         value = (b.named(value, F32) + b.named(seen.convert(given, h.mask.root.dtype, F32), F32)).name
                 if h.causal != "no":
-                    last = f.add(query, h.keys - s.M if h.causal == "lower" else 0)
+                    last = f.add(query, causal_shift(h.causal, s.M, h.keys))
                     value = chosen(f.first_lanes(lanes, f.add(f.sub(last, column), 1)), value, -math.inf)
                 return value if mask is None else chosen(mask, value, -math.inf)
 

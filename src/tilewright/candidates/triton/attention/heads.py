@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, cast
+from typing import cast
 
 from tilewright.candidates.triton.expressions.emit import NUMBERED, VIEWS, check
 from tilewright.candidates.triton.expressions.printer import FP8
@@ -14,6 +14,7 @@ from tilewright.ir.anchor import operands_of, stores_of
 from tilewright.ir.build import broadcast
 from tilewright.ir.graph import Node, substitute, toposort
 from tilewright.ir.ops import Acc, Attention, Const, Dequantize, Param, Quantize
+from tilewright.ir.ops.attention import Causal, causal_shift
 from tilewright.lowering.access import Access, of_operand, of_store
 from tilewright.schedule.candidate import Unsupported
 from tilewright.schedule.problem import AttentionProblem
@@ -89,7 +90,7 @@ class Heads:
     v: Operand
     mma_dtype: DType
     scale: float
-    causal: Literal["no", "upper", "lower"]
+    causal: Causal
     zero_masked_rows: bool
     mask: Access | None
     on_scores: Access | Rounded | None
@@ -97,6 +98,11 @@ class Heads:
     result: DType
     stores: tuple[Access, ...]
     group: int = 1
+
+    @property
+    def shift(self) -> int:
+        """The last key that a head's first query sees, where causality hides the others."""
+        return causal_shift(self.causal, self.queries // self.group, self.keys)
 
     def by_key_head(self) -> Heads:
         """The same attention with a head for each head of keys: the queries of those that share it follow one another, as their

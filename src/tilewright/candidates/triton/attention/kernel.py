@@ -178,9 +178,7 @@ class _Generated:
     def config(self, point: TileConfig) -> KernelConfig:
         """The kernel's constants."""
         h = self.h
-        exact, lower = h.mma_dtype is F32, h.causal == "lower"
-        queries = h.queries // h.group
-        masks_rows = h.mask is not None or (lower and h.keys < queries)
+        exact, masks_rows = h.mma_dtype is F32, h.mask is not None or h.shift < 0
         return KernelConfig(
             **asdict(point),
             heads=h.batch * h.heads,
@@ -190,7 +188,7 @@ class _Generated:
             shared=h.shared,
             width=power(h.width),
             causal=h.causal != "no",
-            shift=h.keys - queries if lower else 0,
+            shift=h.shift,
             exact=exact,
             as_left=self.as_left,
             masks_rows=masks_rows or (point.split_kv or 1) > 1,  # a part of the keys may be hidden, or have none

@@ -158,7 +158,7 @@ def config_of(heads: Heads, tile: TileConfig) -> KernelConfig:
         depth=power(h.depth),
         width=power(h.width),
         causal=h.causal != "no",
-        shift=h.keys - h.queries if h.causal == "lower" else 0,
+        shift=h.shift,
         masked=mask is not None,
         key_padding_mask=mask is not None and same_for_queries(h, mask),
         additive_bias=mask is not None and mask.root.dtype is not PRED,
