@@ -129,6 +129,15 @@ class Access:
         return self._place(part, contiguous(shape))
 
     @property
+    def columns_contiguous(self) -> bool | None:
+        """True where neighbouring columns are neighbours in memory in the largest source; None where it has but one column, or
+        there is no source."""
+        sources = [n for n in toposort((self.root,)) if isinstance(n.op, Param)]
+        largest = max(sources, key=lambda n: n.tensor.elements, default=None)
+        columns = () if largest is None else self.of_leaf(largest).columns
+        return columns[0].inner == 1 and columns[0].stride == 1 if columns else None
+
+    @property
     def rows_extent(self) -> int:
         """The number of rows."""
         return math.prod(a.extent for a in axes_of((self.rows,)))

@@ -123,15 +123,10 @@ def plan(problem: Problem, target: Target) -> Plan:
 
 def _k_contiguous(problem: Problem) -> bool:
     """Tell whether the right operand's elements along K are neighbours in memory."""
-    sources = [n for n in toposort((problem.op.rhs,)) if isinstance(n.op, Param) and len(n.shape) >= 2]
-    if not sources:
-        return False
-    source = max(sources, key=lambda n: n.tensor.elements)
     try:
-        place = of_operand(problem.op.rhs, columns_last=False).of_leaf(source)
+        return of_operand(problem.op.rhs, columns_last=False).columns_contiguous is True
     except Unsupported:
         return False
-    return bool(place.columns) and place.columns[0].inner == 1 and place.columns[0].stride == 1
 
 
 CANDIDATE = Candidate("llvm", GEMM, CPU, 5, plan, packing_knobs=("nr", "instruction"))

@@ -147,7 +147,7 @@ def _operand(
     try:
         check((root,), blocks=True)
         access = of_operand(whole, columns_last=columns_last)
-        if not (constant and root.dtype.bits <= 8 and not _along_k(access)):
+        if not (constant and root.dtype.bits <= 8 and access.columns_contiguous is False):
             return access
     except Unsupported:
         if not constant:
@@ -158,13 +158,6 @@ def _operand(
     if batch and tuple(lead) != batch:
         stand_in = broadcast(stand_in, (*batch, *stand_in.shape[-2:]))
     return of_operand(stand_in, columns_last=True)
-
-
-def _along_k(access: Access) -> bool:
-    """Tell whether the largest source of an operand has its elements along K side by side."""
-    leaves = [n for n in toposort((access.root,)) if isinstance(n.op, Param)]
-    place = access.of_leaf(max(leaves, key=lambda n: n.tensor.elements))
-    return not place.columns or (place.columns[0].inner == 1 and place.columns[0].stride == 1)
 
 
 def operands_outside(outside: Mapping[int, Node], rhs: Access, weights: Mapping[int, torch.Tensor]) -> dict[int, torch.Tensor]:
