@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -18,8 +19,12 @@ pytest.importorskip("pyright")
 
 def test_every_public_name_has_a_type() -> None:
     assert (Path(tilewright.__file__).parent / "py.typed").is_file()
-    command = [sys.executable, "-m", "pyright", "--verifytypes", "tilewright", "--ignoreexternal", "--outputjson"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    # Pyright asks the first Python on the path where packages are, and knows nothing of an editable install's import hook.
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
+    found = {**os.environ, "PATH": path, "PYTHONPATH": str(Path(tilewright.__file__).parents[1])}
+    command = [sys.executable, "-m", "pyright", "--verifytypes", "tilewright"]
+    command += ["--ignoreexternal", "--outputjson"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=found)
     symbols = json.loads(done.stdout)["typeCompleteness"]["symbols"]
     public = [s for s in symbols if s["isExported"] and s["name"].split(".")[1] not in INTERNAL]
     assert {f"tilewright.{name}" for name in tilewright.__all__} - {s["name"] for s in public} == {"tilewright.__version__"}

@@ -31,7 +31,7 @@ tma_load = _either(tma, "async_load", "async_copy_global_to_shared")
 tma_store = _either(tma, "async_store", "async_copy_shared_to_global")
 base_value = core.base_value
 WHOLE_VIEWS = whole_views()
-_plain = _core._unwrap_if_constexpr  # pyright: ignore[reportPrivateUsage]
+_plain: Any = _core._unwrap_if_constexpr  # pyright: ignore[reportPrivateUsage]
 _view = _either(gl.shared_memory_descriptor, "reinterpret", "_reinterpret")
 
 
