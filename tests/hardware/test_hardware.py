@@ -353,7 +353,7 @@ def test_ceilings_measured_under_load_are_measured_again_in_quiet(measured, monk
     monkeypatch.setattr(
         ceilings, "_measure", lambda t, key: msgspec.structs.replace(planted.pop(0), key=key) if planted else quiet(t, key)
     )
-    loads = [Load(of_cores=4, runnable=9.0), Load(), Load()]
+    loads = [Load(of_cores=4, runnable=9.0, others=0.2), Load(), Load()]
     monkeypatch.setattr(ceilings, "load_now", lambda device, threads: loads.pop(0))
     first = ceilings.with_ceilings(TARGET)
     assert first.noise == noise and first.peak_gops == lower.peak_gops

@@ -223,7 +223,7 @@ def test_what_was_measured_is_read_back_checked_and_not_timed_again(kept, search
 def test_a_choice_made_in_noise_is_used_and_raced_again_when_it_is_quiet(kept, searches, monkeypatch):
     noise, times = ["3 runnable tasks on 2 cores"], Bench.times
     monkeypatch.setattr(Bench, "times", lambda *given: Race(times(*given).laps, noise[0]))
-    loads = [Load(of_cores=2, runnable=9.0), Load(of_cores=2)]
+    loads = [Load(of_cores=2, runnable=9.0, others=0.2), Load(of_cores=2)]
     monkeypatch.setattr(database, "load_now", lambda device, threads: loads[0])
     monkeypatch.setattr(database, "LOOKED_S", -1.0)
     monkeypatch.setattr(TuningDatabase, "_quiet", QUIET)

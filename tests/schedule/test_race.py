@@ -83,7 +83,8 @@ def test_one_that_sat_out_is_beaten_by_what_it_took_once():
 def test_the_words_on_a_load():
     assert BUSY.noise == NOISE and Load().noise == "" and Load(cores=4, threads=1, others=3.0).noise == ""
     assert Load(cores=4, threads=1, others=3.5).noise == "other processes had 3.5 of 4 cores"
-    assert Load(of_cores=1, runnable=3.0).noise == "3 runnable tasks on 1 core"
+    assert Load(of_cores=1, runnable=3.0, others=0.2).noise == "3 runnable tasks on 1 core"
+    assert Load(of_cores=4, runnable=7.0, waiting=0.07).noise == "", "torch's threads and the kernels' own wait for each other"
     assert (
         Load(stolen=0.3, slowed=2.0).noise == "the hypervisor took 30% of the cores' time, the cores ran at 50% of their speed"
     )

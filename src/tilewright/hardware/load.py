@@ -18,7 +18,9 @@ from typing import Any
 
 PROC = Path("/proc")
 TICK_S = 0.01  # of the counters in /proc/stat
+FEW_TICKS_S = 0.1
 CROWDED = 0.25  # cores' worth of other processes beyond those that are left free
+SHARED = 0.1  # cores' worth of other processes that can keep a thread from its core
 WAITING, STOLEN = 0.05, 0.05  # shares of time
 CROWDED_WAITING, CROWDED_TASKS = 0.3, 2.0  # share of time, and runnable tasks a core
 SLOWED = 1.3  # a fixed piece of work takes this many times as long as it did at best
@@ -129,12 +131,13 @@ class Load:
     def noise(self) -> str:
         """The words why times taken meanwhile are not reliable; "" if they are."""
         said: list[str] = []
-        if self.runnable > self.of_cores + 0.5:
+        shared = self.others > SHARED  # else it is this process's own threads that wait for each other
+        if shared and self.runnable > self.of_cores + 0.5:
             cores = "core" if self.of_cores == 1 else "cores"
             said.append(f"{self.runnable:.0f} runnable tasks on {self.of_cores} {cores}")
         if self.others > self.cores - min(self.threads, self.cores) + CROWDED:
             said.append(f"other processes had {self.others:.1f} of {self.cores} cores")
-        if self.waiting > WAITING:
+        if shared and self.waiting > WAITING:
             said.append(f"this one waited for a core {self.waiting:.0%} of the time")
         if self.stolen > STOLEN:
             said.append(f"the hypervisor took {self.stolen:.0%} of the cores' time")
@@ -173,13 +176,15 @@ class Meter:
         elapsed, cores = max(at - began[0], 1e-6), len(usable_cores())
         own_s, waited_s = own - began[3], max(0.0, waited - began[4])
         others_s = busy - began[1] - own_s - TICK_S * cores  # a tick of each core may be charged to the wrong side
-        ready_s = max(own_s + waited_s, elapsed / 4)
+        ready_s, tasks = max(own_s + waited_s, elapsed / 4), statistics.fmean(self._runnable)
+        # In a few ticks nobody is seen to work: then tasks beyond the threads of torch and of the kernels are others'.
+        others = others_s / elapsed if elapsed > FEW_TICKS_S else min(cores, tasks - 2 * self._count)
         return Load(
             cores=cores,
             threads=self._count,
-            runnable=statistics.fmean(self._runnable),
+            runnable=tasks,
             of_cores=os.cpu_count() or 1,
-            others=max(0.0, others_s / elapsed),
+            others=max(0.0, others),
             waiting=min(1.0, waited_s / ready_s),
             stolen=max(0.0, (stolen - began[2] - TICK_S * cores) / (elapsed * cores)),
             slowed=statistics.median(self._spins) / _fastest_spin_s if _fastest_spin_s else 1.0,  # where the clock is coarse

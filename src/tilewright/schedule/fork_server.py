@@ -41,12 +41,20 @@ UNUSED_S = 20.0  # after which one that was started and is not used ends
 IDLE_S = 5.0  # after which the processes, 400 MB in size, end; the next search starts them again, in 2 seconds
 SLICE_S = 0.05
 HAD = 0.6  # of the time that a worker was given: less, and the machine is to blame for its silence
+SPINS = "1000"  # some microseconds
 PATIENCE = 2  # times the limit, for a worker that other programs keep from its processors
 SWITCH = "TILEWRIGHT_WORKER"  # 0: everything in the process that asks
 PR_SET_PDEATHSIG = 1
 PULSE, KEY = 0, 8  # places of two numbers in the memory that parent and worker share
 
 Serve = Callable[[Connection, mmap.mmap], None]
+
+
+def _environment() -> dict[str, str]:
+    """The environment of processes that measure. There GNU's OpenMP threads, which are torch's, do not spin for milliseconds
+    after an operation: a generated kernel that is timed next would find their cores taken."""
+    said = any(name in os.environ for name in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY"))
+    return {**os.environ} if said else {**os.environ, "GOMP_SPINCOUNT": SPINS}
 
 
 class DiedError(Exception):
@@ -119,6 +127,7 @@ class ForkServer:
                 stderr=self._said,
                 pass_fds=(theirs.fileno(),),
                 start_new_session=True,  # Ctrl-C is the parent's to hear
+                env=_environment(),
             )
         except OSError as error:
             raise UnavailableError(f"no worker process: {error}; kernels are tried in this process") from None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -130,11 +132,13 @@ def test_regions_are_compiled_with_the_program_around_them() -> None:
 
 
 def test_loops_in_loops_keep_to_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
-    shares = list[float]()
-    decider = compiler.chooser
+    shares, passed = list[float](), [0.0]
+    decider, clock = compiler.chooser, time.monotonic
+    monkeypatch.setattr(compiler.time, "monotonic", lambda: clock() + passed[0])
 
     def noted(graph: object, target: object, budget_s: float, *rest: object) -> object:
         shares.append(budget_s)
+        passed[0] += budget_s  # a search takes all that it may
         return decider(graph, target, 0, *rest)  # type: ignore[arg-type]
 
     def nested(x: object, n: object) -> object:
@@ -147,7 +151,7 @@ def test_loops_in_loops_keep_to_the_budget(monkeypatch: pytest.MonkeyPatch) -> N
 
     monkeypatch.setattr(compiler, "chooser", noted)
     tilewright.compile(text("stablehlo", nested, A, np.int32(2)), budget_s=8, cache=False)
-    assert len(shares) >= 9 and sum(shares) == pytest.approx(8) and shares[0] == 4
+    assert len(shares) >= 9 and 7.5 < sum(shares) <= 8 and 3.5 < shares[0] <= 4
 
 
 @pytest.mark.parametrize("trips", [0, 3])
