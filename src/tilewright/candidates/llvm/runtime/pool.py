@@ -18,7 +18,7 @@ IDLE_NS = 300_000  # that one waits who leaves the core to others: longer than a
 GAP_NS = 100_000  # away from the core while waiting: others had it
 DISTURBED_NS = 20_000_000  # that they are believed to want it after that
 WAIT_NS = 200_000  # for a helper, and most of the call: it lost its core in a task
-MEETING_NS = 500_000  # until operands are packed, whose tasks take microseconds
+MEETING_NS = 3_000_000  # until operands are packed: a time slice, more than packing takes that has begun
 GATHER_NS = 5_000_000  # for helpers, where all are to take part
 HOLD_NS, LONGEST_HOLD_NS = 5_000_000, 1_000_000_000  # with fewer helpers, after a loss
 # Linux, asm/unistd_64.h and asm-generic/unistd.h; a pause is what a processor has for loops that wait.
