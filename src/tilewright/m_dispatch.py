@@ -117,6 +117,11 @@ class AnyRows:
             self._cut[rows] = _Cut.of(self._graph_at(rows), self.target)
         return self._cut[rows]
 
+    def problems(self, rows: int) -> list[AnyProblem]:
+        """The problems that the program for a number of rows poses."""
+        with self._lock:
+            return self._cut_for(rows).problems
+
     def to_build(self, rows: int) -> tuple[list[AnyProblem], list[Job]]:
         """The problems for a number of rows that nobody has chosen a kernel for, in this process or another; and the points
         that came with the package, where nobody has built them."""

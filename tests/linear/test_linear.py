@@ -4,6 +4,7 @@ import copy
 import dataclasses
 import gc
 import io
+import threading
 import weakref
 
 import numpy as np
@@ -523,18 +524,43 @@ def test_a_model_is_prepared_layer_by_layer_and_compiled_for_at_once(monkeypatch
     model = torch.nn.Sequential(*[torch.nn.Linear(96, 96) for _ in range(3)], torch.nn.Linear(96, 48))
     tilewright.quantize_(model, "w4g32")
     asked = []
-    monkeypatch.setattr(kernels, "compile_ahead", lambda p, target, *, first, chosen: asked.append((p, first, chosen)))
+    monkeypatch.setattr(kernels, "compile_ahead", lambda p, target, *, first, chosen, done: asked.append((p, first, chosen)))
     monkeypatch.setattr("tilewright.linear.replace.detect", lambda device: dataclasses.replace(detect(device), kind="cuda"))
     tilewright.prepare(model, [1, 2, 1])
     assert all(set(layer.candidates()) == {1, 2} for layer in model)
+    assert all(event.wait(60) for event in kernels._compiled.values())
     ((problems, first, chosen),) = asked
     assert first and not chosen and sorted((p.M, p.N) for p in problems) == [(1, 48), (1, 96), (2, 48), (2, 96)]
     tilewright.prepare(model, 2)
-    assert asked[1:] == [([], True, [])]
+    assert asked[1:] == []
     with pytest.raises(InputError, match="no kernel for 0 rows"):
         tilewright.prepare(model, [1, 0])
     with pytest.raises(InputError, match="an argument of type list \\(model\\)"):
         tilewright.prepare([], 1)
+
+
+def test_kernels_are_checked_while_others_are_compiled(monkeypatch):
+    """The first problem's kernel is waited for, and the second one's is still being compiled when the wait is over."""
+    target = dataclasses.replace(detect("cpu"), kind="cuda")
+    first, second = "first", "second"
+    order, go_on = [], threading.Event()
+
+    def compile_ahead(problems, target, *, first, chosen, done):
+        order.append(("begun", *problems))
+        done(problems[0])
+        go_on.wait(60)
+        order.append("over")
+
+    monkeypatch.setattr(kernels, "compile_ahead", compile_ahead)
+    monkeypatch.setattr(kernels, "_compiled", {})
+    kernels.compile_first([first, second, first], [], target)
+    kernels.compiled([first, "nobody asked for this one"], target)
+    order.append("first")
+    go_on.set()
+    kernels.compiled([second], target)
+    assert order == [("begun", "first", "second"), "first", "over"]
+    kernels.compile_first([first], [(second, "a candidate", 0)], target)
+    assert len(order) == 3
 
 
 def test_a_weight_is_unpacked_and_hashed_once_for_all_rows(monkeypatch):

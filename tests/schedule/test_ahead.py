@@ -130,7 +130,7 @@ def _lives(pid):
 def test_who_does_not_answer_is_ended(processes, monkeypatch):
     killed, jobs = [], [(None, "slow", 0), (None, "slow", 1)]
     monkeypatch.setattr(ahead, "jobs_for", lambda problems, target: jobs)
-    monkeypatch.setattr(ahead, "_work_off", lambda found, messages, unanswered, within_s: unanswered.update(found[:1]))
+    monkeypatch.setattr(ahead, "_work_off", lambda found, messages, unanswered, *_: unanswered.update(found[:1]))
     monkeypatch.setattr(ahead, "end_group", killed.append)
     made = {}
     inner = ahead._compile_workers
@@ -150,6 +150,15 @@ def test_points_that_come_later_are_for_processes_that_are_left(cores, asked, mo
     monkeypatch.setattr(ahead, "_work_off", lambda found, messages, *_: done.append((len(found), len(messages))))
     assert ahead.compile_ahead([], detect("cpu")) == asked
     assert done == [(min(cores, asked, 16), asked)]
+
+
+def test_it_is_told_what_was_compiled_and_what_failed(processes, monkeypatch):
+    """The one no compile worker can be told of, the other names a candidate that there is not."""
+    first, second = (problem_of(parse(line).outputs[0]) for line in (LINE, "f16[64,64] @ f16[64,64] -> f32"))
+    monkeypatch.setattr(ahead, "jobs_for", lambda problems, target: [(p, "no such candidate", 0) for p in problems])
+    told = []
+    assert ahead.compile_ahead([first, second], detect("cpu"), done=told.append) == 2
+    assert sorted(told, key=str) == sorted([first, second], key=str)
 
 
 def test_where_no_process_may_be_started_nothing_is_compiled(monkeypatch):

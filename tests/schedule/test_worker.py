@@ -410,8 +410,8 @@ def test_what_an_interrupted_search_started_ends_with_it(drop, tmp_path, monkeyp
 
 
 def test_what_an_assistant_started_ends_with_it(tmp_path, monkeypatch):
-    def work_off(compile_workers, messages, unanswered, within_s):
-        compile_workers[0].send_bytes(messages[0])
+    def work_off(compile_workers, messages, unanswered, *_):
+        compile_workers[0].send_bytes(messages[0][1])
         unanswered.update(compile_workers)
         started(tmp_path / "pid")
         raise KeyboardInterrupt

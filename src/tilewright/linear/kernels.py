@@ -6,6 +6,7 @@ import threading
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextvars import copy_context
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import cast
@@ -27,7 +28,7 @@ from tilewright.m_dispatch import MOST_ROWS, AnyRows, compile_rows, known_rows
 from tilewright.program import Program
 from tilewright.progress import Progress
 from tilewright.runtime.quantized_weight import QuantizedWeight
-from tilewright.schedule.ahead import Job, compile_ahead
+from tilewright.schedule.ahead import LIMIT_S, Job, compile_ahead
 from tilewright.schedule.buckets import Buckets
 from tilewright.schedule.packed import unwritten
 from tilewright.schedule.problem import AnyProblem
@@ -232,10 +233,11 @@ class Kernels:
         target = detect(signature.device)
         self._gpu, self._most = target.kind != "cpu", most_rows(target)
         self._shared = _Shared.of(signature)
-        self._own: AnyRows | None = None
-        if self._shared is None:
+        if self._shared is not None:
+            self._rows = self._shared.rows
+        else:
             constants = constants_of(signature, lambda name: value_of(weight(), name))
-            self._own = AnyRows(graph_at(signature, constants), _tables.get(signature), target)
+            self._rows = AnyRows(graph_at(signature, constants), _tables.get(signature), target)
         self._programs: dict[int, Program] = {}
         self._ready: dict[int, Run] = {}
         self._making = threading.Lock()
@@ -300,23 +302,23 @@ class Kernels:
 
     def to_build(self, rows: Iterable[int]) -> tuple[list[AnyProblem], list[Job]]:
         """What `AnyRows.to_build` gives, for so many rows together."""
-        at = self._shared.rows if self._shared is not None else self._own
-        assert at is not None
         rungs = dict.fromkeys(rung for count in rows for _, rung in pieces(count, self._most))
-        found = [at.to_build(rung) for rung in rungs if rung not in self._ready]
+        found = [self._rows.to_build(rung) for rung in rungs if rung not in self._ready]
         return [p for problems, _ in found for p in problems], [job for _, jobs in found for job in jobs]
 
     def _made(self, rungs: Sequence[int]) -> dict[int, Program]:
+        target = detect(self.signature.device)
         if self._gpu and len(rungs) > 1:
-            compile_first(*self.to_build(rungs), detect(self.signature.device))
-        if self._shared is None:
-            assert self._own is not None
-            made = {rung: self._own.at(rung) for rung in rungs}
-        else:
-            weight, shared = self._weight(), self._shared
-            values = {literal: value_of(weight, name) for name, literal in shared.literals.items()}
-            with unwritten(list(values.values())):
-                made = {rung: shared.rows.over(rung, values) for rung in rungs}
+            compile_first(*self.to_build(rungs), target)
+        made, values = dict[int, Program](), dict[Literal, torch.Tensor]()
+        if self._shared is not None:
+            weight = self._weight()
+            values = {literal: value_of(weight, name) for name, literal in self._shared.literals.items()}
+        with unwritten(list(values.values())):
+            for rung in rungs:
+                if self._gpu:
+                    compiled(self._rows.problems(rung), target)
+                made[rung] = self._rows.over(rung, values) if self._shared is not None else self._rows.at(rung)
         for program in made.values():
             program.own_graphs = False  # from the next line on
             program.drop_weights()  # what is packed is needed no more: the codes can be unpacked again
@@ -331,17 +333,37 @@ class Kernels:
         return found
 
 
-_compiled: set[tuple[AnyProblem, str]] = set()
+_compiled: dict[tuple[AnyProblem, str], threading.Event] = {}  # what was given to compile workers, and whether it is done
 
 
 def compile_first(problems: Iterable[AnyProblem], chosen: Iterable[Job], target: Target) -> None:
-    """Compile for a GPU, in several processes, what will be tried first for problems, and chosen points; each problem once."""
+    """Begin to compile for a GPU, in several processes, what will be tried first for problems, and chosen points; each problem
+    once. It goes on while the first of them are checked (`compiled`)."""
     if target.kind == "cpu":
         return
     jobs = {job[0]: job for job in chosen if (job[0], target.device) not in _compiled}
     wanted = [p for p in dict.fromkeys(problems) if (p, target.device) not in _compiled and p not in jobs]
-    _compiled.update((p, target.device) for p in (*jobs, *wanted))
-    compile_ahead(wanted, target, first=True, chosen=list(jobs.values()))
+    begun = {p: threading.Event() for p in (*jobs, *wanted)}
+    if not begun:
+        return
+    _compiled.update({(p, target.device): event for p, event in begun.items()})
+
+    def work() -> None:
+        try:
+            compile_ahead(wanted, target, first=True, chosen=list(jobs.values()), done=lambda p: begun[p].set())
+        finally:
+            for event in begun.values():
+                event.set()
+
+    threading.Thread(target=copy_context().run, args=(work,), name="tilewright compile", daemon=True).start()
+
+
+def compiled(problems: Iterable[AnyProblem], target: Target) -> None:
+    """Wait until what was begun for these problems is compiled, or failed; for each no longer than compiling one may take."""
+    for problem in problems:
+        event = _compiled.get((problem, target.device))
+        if event is not None:
+            event.wait(LIMIT_S)
 
 
 def _elsewhere(make: Callable[[Sequence[int]], dict[int, Program]], rungs: Sequence[int]) -> dict[int, Program]:

@@ -14,7 +14,7 @@ from tilewright.errors import InputError, check_type
 from tilewright.ir.ops.functions import BITS_TYPE
 from tilewright.linear.kernels import Kernels, Signature, tune
 from tilewright.linear.op import forget, kernels_for, linear, plain_linear
-from tilewright.progress import Progress
+from tilewright.progress import Progress, said
 from tilewright.runtime.checkpoint import Checkpoint, read_checkpoint
 from tilewright.runtime.quantized_weight import QuantizedWeight, pack
 from tilewright.schedule.buckets import Buckets
@@ -121,6 +121,13 @@ def numbers_of_rows(rows: int | Iterable[int]) -> list[int]:
     if any(r < 1 for r in wanted):
         raise InputError(f"no kernel for {min(wanted)} rows", hint="1 or more")
     return wanted
+
+
+def make_ready(layer: Linear, rows: Sequence[int], dtype: torch.dtype | None) -> None:
+    """Make a layer's kernels for so many rows, and run each once."""
+    layer.kernels(dtype).prepare(rows)
+    for count in rows:
+        layer(torch.zeros(count, layer.in_features, dtype=layer.usual(dtype), device=layer.packed.device))
 
 
 class Linear(torch.nn.Module):
@@ -275,9 +282,8 @@ class Linear(torch.nn.Module):
             InputError: a number of rows below 1.
         """
         wanted = numbers_of_rows(rows)
-        self.kernels(dtype).prepare(wanted)
-        for count in wanted:
-            self(torch.zeros(count, self.in_features, dtype=self._usual(dtype), device=self.packed.device))
+        with said("preparing the kernels of a quantised layer"):
+            make_ready(self, wanted, dtype)
         return self
 
     def tune(self, dtype: torch.dtype | None = None, *, budget_s: float = 30.0, progress: Progress | None = None) -> Buckets:
@@ -294,7 +300,7 @@ class Linear(torch.nn.Module):
         """
         weight = self.weight
         table = tune(
-            Signature.of(weight, self._usual(dtype), self._bias_type(), quantize_activations=self.quantize_activations),
+            Signature.of(weight, self.usual(dtype), self._bias_type(), quantize_activations=self.quantize_activations),
             weight,
             budget_s=budget_s,
             progress=progress,
@@ -308,12 +314,13 @@ class Linear(torch.nn.Module):
 
     def kernels(self, dtype: torch.dtype | None) -> Kernels:
         """Its kernels for activations of a type, the usual one if that is None."""
-        return kernels_for(self.weight, self._usual(dtype), self._bias_type(), quantize_activations=self.quantize_activations)
+        return kernels_for(self.weight, self.usual(dtype), self._bias_type(), quantize_activations=self.quantize_activations)
 
     def _bias_type(self) -> torch.dtype | None:
         return None if self.bias is None else self.bias.dtype
 
-    def _usual(self, dtype: torch.dtype | None) -> torch.dtype:
+    def usual(self, dtype: torch.dtype | None) -> torch.dtype:
+        """The type of activations that is meant: that of the bias if none is given, or else of the scales."""
         return dtype or (self.scales.dtype if self.bias is None else self.bias.dtype)
 
     def extra_repr(self) -> str:

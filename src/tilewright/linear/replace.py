@@ -17,10 +17,12 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from tilewright.errors import InputError, TypeMismatchError, check_type
 from tilewright.hardware.detect import detect
 from tilewright.linear.kernels import compile_first
-from tilewright.linear.module import Linear, numbers_of_rows
+from tilewright.linear.module import Linear, make_ready, numbers_of_rows
+from tilewright.progress import said
 from tilewright.rules.calibrate import shares
 from tilewright.runtime.checkpoint import Checkpoint, some
 from tilewright.runtime.quantized_weight import QuantizedWeight, pack
+from tilewright.schedule.worker import begin
 from tilewright.threads import check
 
 SCHEMES = (
@@ -122,18 +124,23 @@ def quantize_(
     # Weak, so that floats go as they are replaced; a module that stands in several places stays one.
     made: MutableMapping[torch.nn.Linear, Linear] = WeakKeyDictionary()
     floats: MutableMapping[torch.Tensor, str] = WeakTensorKeyDictionary()
-    while places:
-        name, parent, attribute, module = places.popleft()
-        new = _why_not(name, module, parent, filter) or made.get(module) or make(name, module)
-        if isinstance(new, str):
-            skipped[name] = new
-            continue
-        if module.weight not in floats:
-            floats[module.weight] = name
-            before += module.weight.nbytes
-        made[module] = layers[name] = new
-        new.threads = threads
-        setattr(parent, attribute, new)
+    total = len(places)
+    if any(module.weight.is_cuda for *_, module in places):
+        begin()  # what `prepare` will need
+    with said("quantising linear layers") as progress:
+        while places:
+            name, parent, attribute, module = places.popleft()
+            progress(total - len(places) - 1, total, name)
+            new = _why_not(name, module, parent, filter) or made.get(module) or make(name, module)
+            if isinstance(new, str):
+                skipped[name] = new
+                continue
+            if module.weight not in floats:
+                floats[module.weight] = name
+                before += module.weight.nbytes
+            made[module] = layers[name] = new
+            new.threads = threads
+            setattr(parent, attribute, new)
     shared = {floats[p]: p.nbytes for p in model.parameters() if p in floats}
     after = sum({m.packed: m.weight.nbytes for m in layers.values()}.values()) + sum(shared.values())
     schemes = {name: m.scheme for name, m in layers.items()}
@@ -146,7 +153,8 @@ def quantize_(
 def prepare(model: torch.nn.Module, rows: int | Iterable[int], dtype: torch.dtype | None = None) -> None:
     """Make the kernels of every quantised layer of a model for so many rows now, and not in the first calls with them.
 
-    It does what each layer's `prepare` does. For a GPU all that is not known yet is compiled first, in several processes.
+    It does what each layer's `prepare` does. For a GPU what is not known yet is compiled in several processes, while kernels
+    that are ready are checked. Nothing is measured.
 
     Args:
         model: what `quantize_` was given.
@@ -158,13 +166,17 @@ def prepare(model: torch.nn.Module, rows: int | Iterable[int], dtype: torch.dtyp
     """
     check_type(model, torch.nn.Module, "model", "a torch.nn.Module that tilewright.quantize_ was given")
     wanted = numbers_of_rows(rows)
-    layers = [m for m in model.modules() if isinstance(m, Linear)]
-    forms = {kernels.signature: kernels for kernels in (m.kernels(dtype) for m in layers)}
-    for device in dict.fromkeys(form.device for form in forms):
-        found = [kernels.to_build(wanted) for form, kernels in forms.items() if form.device == device]
-        compile_first(chain(*(problems for problems, _ in found)), chain(*(jobs for _, jobs in found)), detect(device))
-    for layer in layers:
-        layer.prepare(wanted, dtype)
+    layers = {name: m for name, m in model.named_modules() if isinstance(m, Linear)}
+    if any(m.packed.is_cuda for m in layers.values()):
+        begin()
+    with said("preparing the kernels of quantised layers") as progress:
+        forms = {kernels.signature: kernels for kernels in (m.kernels(dtype) for m in layers.values())}
+        for device in dict.fromkeys(form.device for form in forms):
+            found = [kernels.to_build(wanted) for form, kernels in forms.items() if form.device == device]
+            compile_first(chain(*(problems for problems, _ in found)), chain(*(jobs for _, jobs in found)), detect(device))
+        for i, (name, layer) in enumerate(layers.items()):
+            progress(i, len(layers), name)
+            make_ready(layer, wanted, dtype)
 
 
 def _left_in_float(model: torch.nn.Module) -> dict[str, int]:

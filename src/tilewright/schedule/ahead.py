@@ -10,7 +10,7 @@ import contextlib
 import math
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection, wait
 
 from tilewright.hardware.target import Target
@@ -55,6 +55,7 @@ def compile_ahead(
     within_s: float | None = None,
     first: bool = False,
     chosen: Sequence[Job] = (),
+    done: Callable[[AnyProblem], None] = lambda problem: None,
 ) -> int:
     """Compile for problems that are about to be searched; how many points processes were found for.
 
@@ -66,13 +67,15 @@ def compile_ahead(
         within_s: seconds by the clock, after which what is not ready is left to the searches.
         first: only what is tried first where nothing is measured.
         chosen: points beside these, for other problems.
+        done: called with a problem whenever a point of it was compiled, or failed.
     """
     processes, jobs = min(os.cpu_count() or 1, MOST_PROCESSES), jobs_for(problems, target)
     if first:
         leading = {p: (p, name, at) for p, name, at in reversed(jobs)}
         jobs = [leading[p] for p in dict.fromkeys(problems) if p in leading]
     wanted: list[Job] = [*chosen, *jobs[: max(processes, sum(at < DEPTH for *_, at in jobs))]]
-    messages = [m for problem, name, at in wanted if (m := _message(problem, target, name, at)) is not None]
+    told = [(problem, _message(problem, target, name, at)) for problem, name, at in wanted]
+    messages = [(problem, m) for problem, m in told if m is not None]
     if not messages:
         return 0
     try:
@@ -82,7 +85,7 @@ def compile_ahead(
     compile_workers, unanswered = dict[Connection, int](), set[Connection]()
     try:
         compile_workers = _compile_workers(known, min(processes, len(messages)))
-        _work_off(list(compile_workers), messages, unanswered, within_s)
+        _work_off(list(compile_workers), messages, unanswered, within_s, done)
     finally:
         for each, pid in compile_workers.items():
             each.close()
@@ -111,32 +114,34 @@ def _compile_workers(known: ForkServer, count: int) -> dict[Connection, int]:
 
 
 def _work_off(
-    compile_workers: Sequence[Connection], messages: Sequence[bytes], unanswered: set[Connection], within_s: float | None
+    compile_workers: Sequence[Connection],
+    messages: Sequence[tuple[AnyProblem, bytes]],
+    unanswered: set[Connection],
+    within_s: float | None,
+    done: Callable[[AnyProblem], None],
 ) -> None:
     """Have each job done by whoever is free; `unanswered` are those at work. Who takes too long is given nothing any more."""
     until = math.inf if within_s is None else time.monotonic() + within_s
-    left, busy = iter(messages), dict[Connection, float]()
+    left, busy = iter(messages), dict[Connection, tuple[AnyProblem, float]]()
+
+    def give(compile_worker: Connection) -> None:
+        """Give a compile worker something to do, if there is something."""
+        given = next(left, None)
+        if given is not None:
+            unanswered.add(compile_worker)
+            with contextlib.suppress(OSError):
+                compile_worker.send_bytes(given[1])
+                busy[compile_worker] = given[0], time.monotonic()
+
     for each in compile_workers:
-        _next(each, left, busy, unanswered)
+        give(each)
     while busy and (now := time.monotonic()) < until:
-        for late in [c for c, since in busy.items() if now - since > LIMIT_S]:
-            del busy[late]
+        for late in [c for c, (_, since) in busy.items() if now - since > LIMIT_S]:
+            done(busy.pop(late)[0])
         for ready in wait(list(busy), min(1.0, until - now)):
             assert isinstance(ready, Connection)
-            del busy[ready]
+            done(busy.pop(ready)[0])
             with contextlib.suppress(OSError, EOFError):
                 ready.recv_bytes()
                 unanswered.discard(ready)
-                _next(ready, left, busy, unanswered)
-
-
-def _next(
-    compile_worker: Connection, left: Iterator[bytes], busy: dict[Connection, float], unanswered: set[Connection]
-) -> None:
-    """Give a compile worker something to do, if there is something."""
-    message = next(left, None)
-    if message is not None:
-        unanswered.add(compile_worker)
-        with contextlib.suppress(OSError):
-            compile_worker.send_bytes(message)
-            busy[compile_worker] = time.monotonic()
+                give(ready)
