@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from tilewright import jax
     from tilewright.compiler import Quantization, compile
     from tilewright.errors import TilewrightError
     from tilewright.frontends import load
@@ -30,6 +31,7 @@ __all__ = [
     "__version__",
     "compile",
     "compile_rows",
+    "jax",
     "load",
     "load_program",
     "matmul",
@@ -65,10 +67,12 @@ _HOME = {
 
 def __getattr__(name: str) -> object:
     """Import the public names when first used: torch takes a second to import and `tilewright --help` needs none of it."""
-    if name not in _HOME:
-        raise AttributeError(f"module 'tilewright' has no attribute {name!r}")
     import importlib
 
+    if name == "jax":
+        return importlib.import_module("tilewright.jax")
+    if name not in _HOME:
+        raise AttributeError(f"module 'tilewright' has no attribute {name!r}")
     return getattr(importlib.import_module(_HOME[name]), name)
 
 

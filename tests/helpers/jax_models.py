@@ -72,3 +72,20 @@ def quantised_inputs() -> tuple[Array, ...]:
 
 def _weight(rng: np.random.Generator, *shape: int) -> np.ndarray:
     return (rng.standard_normal(shape) * 0.1).astype(np.float32)
+
+
+def quantised_mlp(seed: int = 0, width: int = 64, inner: int = 160) -> Any:
+    """An MLP of s8 codes: activations are quantised per row as it runs, weights per column before."""
+    keys = jax.random.split(jax.random.key(seed), 4)
+    first, second = (
+        jax.random.randint(k, s, -128, 128).astype(jnp.int8)
+        for k, s in zip(keys, ((width, inner), (inner, width)), strict=False)
+    )
+    scales = [jnp.abs(jax.random.normal(k, (n,))) / 500 for k, n in zip(keys[2:], (inner, width), strict=True)]
+
+    def dense(x: Array, weight: Array, scale: Array) -> Array:
+        step = jnp.max(jnp.abs(x), axis=-1, keepdims=True) / 127
+        quantised = jnp.clip(jnp.round(x / step), -128, 127).astype(jnp.int8)
+        return jnp.matmul(quantised, weight, preferred_element_type=jnp.int32).astype(jnp.float32) * step * scale
+
+    return lambda x: dense(jax.nn.gelu(dense(x, first, scales[0])), second, scales[1])

@@ -29,7 +29,7 @@ FLOORS = (
     {"program"},
     {"compiler"},
     {"product", "m_dispatch"},
-    {"linear"},
+    {"linear", "jax"},
     {"cli"},
 )
 FLOOR = {name: i for i, floor in enumerate(FLOORS) for name in floor}
