@@ -41,7 +41,7 @@ def pytest_collection_modifyitems(items):
 def no_memory_of_other_tests(monkeypatch):
     """No test reads what another one, or the user, measured; the tests of that cache give it a folder of their own."""
     monkeypatch.setattr("tilewright.schedule.shipped.FOLDER", Path(__file__).with_name("nothing_is_shipped"))
-    for module in ("compiler", "m_dispatch", "runtime.artefact"):
+    for module in ("compiler", "m_dispatch", "runtime.artefact", "runtime.programs"):
         monkeypatch.setattr(f"tilewright.{module}.user_cache", lambda: None)
 
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from numbers import Real
+from pathlib import Path
 from typing import cast
 
 import torch
@@ -20,6 +21,7 @@ from tilewright import deadline
 from tilewright.errors import InputError, check_type
 from tilewright.frontends import LoadOptions, load
 from tilewright.hardware.detect import detect, one_of
+from tilewright.hardware.target import Target
 from tilewright.ir.graph import Graph
 from tilewright.ir.ops import Call, Const
 from tilewright.ir.pattern import Pass, Rule, Trace, discover, over, rewrite
@@ -32,6 +34,7 @@ from tilewright.rules.half import half as narrow
 from tilewright.rules.half import in_half, recognised
 from tilewright.runtime.executable import chooser, graphs_of, prepare
 from tilewright.runtime.partition import parts_for
+from tilewright.runtime.programs import Place, content, place_of
 from tilewright.schedule.tuning_database import TuningDatabase, user_cache
 from tilewright.schedule.worker import begin
 from tilewright.threads import threaded
@@ -144,7 +147,8 @@ def compile(
             them again: the result is not the program's to the last bit, but nearer to the real numbers'.
         cache: read back what was measured in the same circumstances before, by any process, and keep what is measured now, in
             the user's cache folder ($TILEWRIGHT_CACHE). Kernels that are read back are not timed, and a sample verified. A
-            `TuningDatabase` for this device says what else is known, and where decisions are kept.
+            `TuningDatabase` for this device says what else is known, and where decisions are kept. The whole program of a
+            model's file is kept, too, and read back where compiling would give the same (docs/artefacts.md).
         threads: threads for the program's calls on a CPU, and for compiling; None is torch's number, but no more than the
             machine has for this process.
         allow_calls: let a `.tw` file call any operator of torch, as only one that is trusted may (`LoadOptions`).
@@ -184,8 +188,16 @@ def compile(
             follow_links=follow_links,
             fixed=fixed or {},
         )
-        source, layers = load(program, options), ()
-        target = target or detect(home(source, example_inputs))
+        place = None
+        if cache is True and not background and visit is None:
+            place = _place(program, options, target or detect("cpu"), quantize, half, excess_precision)
+        found = None if place is None else place.find(float(budget_s))
+        if found is not None:
+            found[0].threads = threads
+            return found[0]
+        with nullcontext() if place is None else place.reading():
+            source, layers = load(program, options), ()
+        read, target = source, target or detect(home(source, example_inputs))
         if quantize is not None:
             source = recognised(source) if quantize.scheme.attention is not None else source
             seen = calibrate(source, quantize.batches, target.device)
@@ -200,6 +212,7 @@ def compile(
         trace = Trace()
         allowed_s = ENOUGH_S + float(budget_s)
         graph = optimise(source, trace, visit, excess_precision=excess_precision, within_s=allowed_s)
+        ends -= 0.0 if place is None else place.keeping_s(graph)
         source = replace(source, notes=(*source.notes, *trace.notes))
         database = TuningDatabase(target, user_cache(), excess_precision=excess_precision) if cache is True else cache or None
         with deadline.allowing(allowed_s):
@@ -228,7 +241,26 @@ def compile(
         if background and budget_s > 0:
             known = TuningDatabase(target, user_cache(), excess_precision=excess_precision) if cache is True else database
             executable.search_on(lambda: chooser(graph, target, float(budget_s), None, known))
+        if place is not None:
+            place.keep(executable, read, float(budget_s))
         return executable
+
+
+def _place(
+    program: object,
+    options: LoadOptions,
+    target: Target,
+    quantize: Quantization | None,
+    half: str | None,
+    excess_precision: bool,
+) -> Place[Program] | None:
+    """The place of a program among those that are kept (`programs`); None for what is no file, and for what cannot be kept."""
+    if not isinstance(program, (str, Path)) or (isinstance(program, str) and "\n" in program):
+        return None
+    how: dict[str, object] = {"half": half}
+    if quantize is not None:
+        how["quantize"] = quantize.scheme.said, quantize.rtol, [content(b) for b in quantize.batches]
+    return place_of(Path(program), options, target, Program, excess_precision=excess_precision, how=how)
 
 
 def _uncompiled(

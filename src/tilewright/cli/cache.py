@@ -12,6 +12,7 @@ from tilewright.cli.compile import Compiling, compile_options, compile_program
 from tilewright.cli.given import Given, given_options
 from tilewright.cli.options import WRITTEN, Command, common_options
 from tilewright.cli.show import show
+from tilewright.errors import counted
 
 TUNE_BUDGET_S = 60.0
 
@@ -73,19 +74,26 @@ def cache() -> None:
 @cache.command(cls=Command)
 @common_options
 def info(as_json: bool) -> None:
-    """Say where choices are kept, how many, of which chips and versions, and since when; and what crashed or hung."""
+    """Say where choices are kept, how many, of which chips and versions, and since when; what crashed or hung; and how many
+    compiled programs there are."""
+    from msgspec.structs import replace as replace_fields
+
     from tilewright.report.explain.tuning import describe_cache
     from tilewright.report.text.tuning_table import print_cache
+    from tilewright.runtime.programs import kept_programs
     from tilewright.schedule.tuning_database import user_cache
 
-    show(describe_cache(user_cache()), as_json, print_cache)
+    sizes = [size for _, size in kept_programs()]
+    report = replace_fields(describe_cache(user_cache()), programs=len(sizes), programs_bytes=sum(sizes))
+    show(report, as_json, print_cache)
 
 
 @cache.command(cls=Command)
 @click.option("--yes", is_flag=True, help="Do not ask.")
 def clear(yes: bool) -> None:
-    """Forget every choice. Machine code stays: it is found by its content."""
+    """Forget every choice, and every compiled program. Machine code stays: it is found by its content."""
     from tilewright.errors import InputError
+    from tilewright.runtime import programs
     from tilewright.schedule.tuning_database import user_cache
 
     if not yes and not click.confirm("Forget every choice that was measured?"):
@@ -97,4 +105,5 @@ def clear(yes: bool) -> None:
         raise InputError(
             "choices cannot be forgotten", where=found and found.unusable, hint="TILEWRIGHT_CACHE names another folder"
         )
-    click.echo(f"forgot {count:,} {'choice' if count == 1 else 'choices'}")
+    said = [counted(count, "choice"), *([counted(gone, "program")] if (gone := programs.clear()) else [])]
+    click.echo(f"forgot {' and '.join(said)}")

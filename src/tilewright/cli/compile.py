@@ -6,16 +6,17 @@ import functools
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import click
 
 from tilewright.cli.errors import BEGAN
-from tilewright.cli.given import progress
+from tilewright.cli.given import Given, progress
 from tilewright.cli.options import NOT_NEGATIVE, W4_GROUP, F, all_of, budget_option, cache_option, device_option, threads_option
 from tilewright.cli.untrusted import is_supervised
+from tilewright.digests import begin, sighted
 from tilewright.errors import InputError, visible
 
 if TYPE_CHECKING:
@@ -24,13 +25,19 @@ if TYPE_CHECKING:
     from tilewright.compiler import Quantization
     from tilewright.hardware.target import Target
     from tilewright.ir.graph import Graph
+    from tilewright.program import Program
+    from tilewright.report.measure.inputs import Feed
     from tilewright.report.measure.trace_events import Phases
     from tilewright.report.schema import Quantized
+    from tilewright.rules.calibrate import Layer, Scheme
     from tilewright.runtime.executable import Executable
+    from tilewright.runtime.programs import Place
     from tilewright.schedule.tuning_database import TuningDatabase
 
 SCHEMES = ("int8", "fp8", "w4")
 SAVED = ".twp"  # suffix of saved programs
+PART = 0.05  # of the budget, for timing what was compiled
+LEAST_S, LONGEST_S = 0.2, 6.0
 RANDOM_SEED = 1001  # of random calibration data: not that of the data a program is run on
 RANDOM_WARNING = (
     "calibrated on random inputs: its ranges and its errors say little about real data; give some with --calibration F.npz"
@@ -170,11 +177,9 @@ def compile_program(graph: Graph, how: Compiling, phases: Phases | None = None) 
     """
     from tilewright.compiler import compile
     from tilewright.report.html.picture import Dump
-    from tilewright.report.measure.accuracy import describe_quantization
 
     dump = None if how.dump is None else Dump(how.dump)
-    if how.scheme is not None and not how.calibration:
-        click.echo(f"{click.style('warning:', fg='yellow', bold=True)} {RANDOM_WARNING}", err=True)
+    warn_of_random(how)
     budget_s = left_of(how.budget_s, how.after_s)
     with progress("calibrating and choosing kernels" if how.scheme else "choosing kernels", budget_s or None) as show:
         quantize = None if how.scheme is None else _quantization(graph, how)
@@ -191,16 +196,107 @@ def compile_program(graph: Graph, how: Compiling, phases: Phases | None = None) 
         )
     if phases is not None:
         phases.began("")
-    if quantize is None:
-        return program, None
-    data = ", ".join(map(str, how.calibration)) or f"random inputs, seed {RANDOM_SEED}"
-    return program, describe_quantization(quantize.scheme, data, program.layers)
+    return program, _described(program.layers, how)
+
+
+def timing_s(budget_s: float) -> float:
+    """Seconds of a budget for timing a program and its steps."""
+    return min(LONGEST_S, max(LEAST_S, PART * budget_s))
+
+
+def before_timing(how: Compiling) -> Compiling:
+    """The options that leave time of the budget for timing what is compiled, and the machine where nobody has yet."""
+    from tilewright.hardware.ceilings import MEASURED_S, known
+    from tilewright.hardware.detect import detect
+
+    return replace(how, after_s=timing_s(how.budget_s) + (0.0 if known(detect(how.device)) else MEASURED_S))
+
+
+def warn_of_random(how: Compiling) -> None:
+    """Say that calibration data are random, where they are."""
+    if how.scheme is not None and not how.calibration:
+        click.echo(f"{click.style('warning:', fg='yellow', bold=True)} {RANDOM_WARNING}", err=True)
 
 
 def left_of(budget_s: float, after_s: float = 0.0) -> float:
     """Seconds left of a budget that counts from the command on, once so many are kept for what follows."""
     began = click.get_current_context().find_root().meta.get(BEGAN, time.monotonic())
     return max(0.0, began + budget_s - time.monotonic() - after_s) if budget_s > 0 else 0.0
+
+
+@dataclass(frozen=True)
+class Ready:
+    """A program that a verb is about, ready to run.
+
+    Attributes:
+        program: compiled.
+        quantized: what quantising it chose, if it was quantised.
+        graph: the program as the front end gave it.
+        feeds: a value for each input; none for a verb that runs nothing.
+        keep: keeps the program for later processes, if it is not one that was kept. To be called behind the answer.
+    """
+
+    program: Executable
+    quantized: Quantized | None
+    graph: Graph
+    feeds: list[Feed]
+    keep: Callable[[], None]
+
+
+def ready(given: Given, how: Compiling, phases: Phases | None = None, *, data: bool = False, timed: bool = False) -> Ready:
+    """The program that a verb is about and, with `data`, what it runs on: one that was kept, or read and compiled as told.
+    With `timed`, part of the budget is left for timing it.
+
+    Raises:
+        InputError: as `Given.load`, `Given.feeds` and `program_of`.
+    """
+    place = None if phases is not None or how.dump is not None else _place(given, how)
+    found = None if place is None else place.find(how.budget_s)
+    if found is not None:
+        program, graph = found
+        feeds = given.feeds(graph) if data else []
+        warn_of_random(how)
+        return Ready(program, _described(program.layers, how), graph, feeds, lambda: None)
+    with nullcontext() if place is None else place.reading():
+        graph = given.load()
+    feeds = given.feeds(graph) if data else []
+    program, quantized = program_of(given.file, graph, before_timing(how) if timed else how, phases)
+
+    def keep() -> None:
+        if place is not None:
+            place.keep(program, graph, how.budget_s)
+
+    return Ready(program, quantized, graph, feeds, keep)
+
+
+def _place(given: Given, how: Compiling) -> Place[Program] | None:
+    """The place of the program among those that are kept; None if it has none."""
+    if not how.cache or how.database is not None or how.trust or is_supervised() or not given.file.is_file():
+        return None
+    begin(given.file)  # while what follows is imported
+    from tilewright.hardware.detect import detect
+    from tilewright.program import Program
+    from tilewright.runtime.programs import place_of
+
+    quantized: dict[str, object] = {}
+    if how.scheme is not None:
+        data = [s and s.digest() for s in sighted(how.calibration)]
+        if None in data:
+            return None
+        named = {n: getattr(how, n) for n in ("scheme", "group", "per_row", "fp8_attention", "rtol")}
+        quantized = {"command": named, "batches": data or RANDOM_SEED}
+    asked = {"half": how.half, "quantize": quantized}
+    return place_of(given.file, given.options(), detect(how.device), Program, excess_precision=how.excess_precision, how=asked)
+
+
+def _described(layers: Sequence[Layer], how: Compiling) -> Quantized | None:
+    """What quantising chose, as reports have it."""
+    if how.scheme is None:
+        return None
+    from tilewright.report.measure.accuracy import describe_quantization
+
+    data = ", ".join(map(str, how.calibration)) or f"random inputs, seed {RANDOM_SEED}"
+    return describe_quantization(_scheme(how), data, layers)
 
 
 def program_of(file: Path, graph: Graph, how: Compiling, phases: Phases | None = None) -> tuple[Executable, Quantized | None]:
@@ -234,15 +330,18 @@ def program_of(file: Path, graph: Graph, how: Compiling, phases: Phases | None =
 def _quantization(graph: Graph, how: Compiling) -> Quantization:
     from tilewright.compiler import Quantization
     from tilewright.report.measure.inputs import make_feeds
-    from tilewright.rules.calibrate import scheme
 
-    assert how.scheme is not None
     batches = [_batch(graph, path) for path in how.calibration]
     if not batches:
         batches = [_tensors(graph, {f.shown.name: f.value for f in make_feeds(graph, seed=RANDOM_SEED)}, None)]
-    rows = "row" if how.per_row else "tensor"
-    to = scheme(how.scheme, group=how.group, rows=rows, attention=how.fp8_attention)
-    return Quantization(to, batches, rtol=how.rtol)
+    return Quantization(_scheme(how), batches, rtol=how.rtol)
+
+
+def _scheme(how: Compiling) -> Scheme:
+    from tilewright.rules.calibrate import scheme
+
+    assert how.scheme is not None
+    return scheme(how.scheme, group=how.group, rows="row" if how.per_row else "tensor", attention=how.fp8_attention)
 
 
 def _batch(graph: Graph, path: Path) -> dict[str, torch.Tensor]:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from tilewright.cli.compile import Compiling, compile_program
+from tilewright.cli.compile import Compiling, before_timing, compile_program
 from tilewright.cli.errors import DIFFERS
 from tilewright.cli.given import progress
 from tilewright.cli.options import (
@@ -23,7 +23,7 @@ from tilewright.cli.options import (
     iterations_option,
     threads_option,
 )
-from tilewright.cli.show import before_timing, measure_program, show, show_perf
+from tilewright.cli.show import measure_program, show, show_perf
 from tilewright.errors import InputError
 
 if TYPE_CHECKING:

@@ -15,6 +15,7 @@ from tilewright.cli.options import F, all_of, file_options, fill_options, inputs
 from tilewright.progress import said
 
 if TYPE_CHECKING:
+    from tilewright.frontends import LoadOptions
     from tilewright.ir.graph import Graph
     from tilewright.report.measure.inputs import Feed
 
@@ -51,21 +52,36 @@ class Given:
         Raises:
             InputError: it cannot be read, does not fit, or has no input whose first axis `batch` could be.
         """
-        from tilewright.frontends import LoadOptions, load
-        from tilewright.report.measure.inputs import check_memory, npz_shapes
+        from tilewright.frontends import load
+        from tilewright.report.measure.inputs import check_memory
 
-        options = LoadOptions(
-            self.input_dims,
-            self.batch,
-            allow_calls=self.allow_calls,
-            fixed=self.fixed,
-            seen_dims={} if self.inputs is None else npz_shapes(self.inputs),
-            follow_links=self.follow_links,
-        )
+        options = self.options()
         with progress(f"reading {self.file.name}"):
             graph = load(self.file, options)
         check_memory(graph)
         return graph
+
+    def options(self) -> LoadOptions:
+        """How the program is read.
+
+        Raises:
+            InputError: the file of inputs cannot be read.
+        """
+        from tilewright.frontends import LoadOptions
+
+        seen: Mapping[str, tuple[int, ...]] = {}
+        if self.inputs is not None:
+            from tilewright.report.measure.inputs import npz_shapes
+
+            seen = npz_shapes(self.inputs)
+        return LoadOptions(
+            self.input_dims,
+            self.batch,
+            allow_calls=self.allow_calls,
+            fixed=self.fixed,
+            seen_dims=seen,
+            follow_links=self.follow_links,
+        )
 
     def feeds(self, graph: Graph) -> list[Feed]:
         """A value for each input of the program's graph."""

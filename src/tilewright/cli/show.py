@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 import click
 
-from tilewright.cli.compile import Compiling, measured_ceilings
+from tilewright.cli.compile import Compiling, measured_ceilings, timing_s
 from tilewright.cli.given import progress
 
 if TYPE_CHECKING:
@@ -20,9 +19,6 @@ if TYPE_CHECKING:
     from tilewright.report.measure.perf import Measured
     from tilewright.report.schema import Quantized
     from tilewright.runtime.executable import Executable
-
-PART = 0.05  # of the budget, for timing what was compiled
-LEAST_S, LONGEST_S = 0.2, 6.0
 
 R = TypeVar("R", bound="msgspec.Struct")
 
@@ -37,19 +33,6 @@ def show(report: R, as_json: bool, printer: Callable[[Console, R], None]) -> Non
     from tilewright.report.text.console import console
 
     printer(console(), report)
-
-
-def timing_s(budget_s: float) -> float:
-    """Seconds of a budget for timing a program and its steps."""
-    return min(LONGEST_S, max(LEAST_S, PART * budget_s))
-
-
-def before_timing(how: Compiling) -> Compiling:
-    """The options that leave time of the budget for timing what is compiled, and the machine where nobody has yet."""
-    from tilewright.hardware.ceilings import MEASURED_S, known
-    from tilewright.hardware.detect import detect
-
-    return replace(how, after_s=timing_s(how.budget_s) + (0.0 if known(detect(how.device)) else MEASURED_S))
 
 
 def measure_program(

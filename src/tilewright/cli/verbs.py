@@ -24,7 +24,7 @@ from tilewright.cli.compile import (
     compile_program,
     dump_option,
     measured_ceilings,
-    program_of,
+    ready,
     rtol_option,
     trust_option,
 )
@@ -41,7 +41,7 @@ from tilewright.cli.options import (
     threads_option,
 )
 from tilewright.cli.reports import Reports, report_options
-from tilewright.cli.show import before_timing, measure_program, show, show_perf
+from tilewright.cli.show import measure_program, show, show_perf
 
 if TYPE_CHECKING:
     import numpy as np
@@ -123,16 +123,16 @@ def run(
     from tilewright.report.schema import Run
     from tilewright.report.text.other_tables import print_run
 
-    graph = given.load()
-    feeds = given.feeds(graph)
-    program, quantized = program_of(given.file, graph, how)
-    results = program.run(bind(program, feeds))
+    made = ready(given, how, data=True)
+    program = made.program
+    results = program.run(bind(program, made.feeds))
     written = None if output is None else str(output)
-    shown = [f.shown for f in feeds]
-    report = Run(str(given.file), target_name(program.target), shown, outputs(program.source, results), written, quantized)
+    shown, given_out = [f.shown for f in made.feeds], outputs(program.source, results)
+    report = Run(str(given.file), target_name(program.target), shown, given_out, written, made.quantized)
     if output is not None:
         _write(output, program, results)
     show(report, as_json, print_run)
+    made.keep()
 
 
 @cli.command(cls=Command)
@@ -181,12 +181,11 @@ def verify(
         raise InputError(
             "--source compares the program as it is written", hint="leave out --int8, --fp8, --w4, --fp16 and --bf16"
         )
-    graph = given.load()
-    feeds = given.feeds(graph)
-    program, choices = program_of(given.file, graph, how)
+    made = ready(given, how, data=True)
+    program, feeds = made.program, made.feeds
     tolerances = Tolerances(how.rtol if how.scheme is None else None, atol, rms_tol)
     with progress("comparing") as bar:
-        report = replace(verify_program(program, str(given.file), feeds, tolerances, bar), quantized=choices)
+        report = replace(verify_program(program, str(given.file), feeds, tolerances, bar), quantized=made.quantized)
     if source:
         from tilewright.cli.against import with_source
 
@@ -194,10 +193,11 @@ def verify(
     if quantized:
         from tilewright.report.measure.accuracy import accuracy
 
-        report = replace(report, accuracy=accuracy(graph, program, program.layers, feeds))
+        report = replace(report, accuracy=accuracy(made.graph, program, program.layers, feeds))
     show(report, as_json, print_verify)
     if not report.verified:
         click.get_current_context().exit(DIFFERS)
+    made.keep()
 
 
 @cli.command(cls=Command, short_help="Time a program and each step; what fell back, what is unfused.")
@@ -220,16 +220,16 @@ def perf(
 ) -> None:
     """Time a program and each of its steps; say what fell back and what is unfused."""
     phases = reports.phases()
-    graph = given.load()
-    feeds = given.feeds(graph)
-    program, quantized = program_of(given.file, graph, before_timing(how), phases)
-    measured = measure_program(program, str(given.file), feeds, how, iterations, quantized)
+    made = ready(given, how, phases, data=True, timed=True)
+    program, feeds = made.program, made.feeds
+    measured = measure_program(program, str(given.file), feeds, how, iterations, made.quantized)
     if reports.against:
         from tilewright.cli.against import beside
 
         measured = beside(measured, program, feeds, given, reports.against)
     reports.write(measured, program, feeds, phases)
     show_perf(measured, everything, as_json)
+    made.keep()
 
 
 @cli.command(cls=Command, short_help="Say what was folded into each matmul, what was not, and why.")
@@ -244,10 +244,10 @@ def explain(given: Given, how: Compiling, as_json: bool) -> None:
     from tilewright.report.explain.explain import explain_program
     from tilewright.report.text.explain_text import print_explain
 
-    graph = given.load()
-    program, quantized = program_of(given.file, graph, how)
-    report = explain_program(program, str(given.file), measured_ceilings(program), quantized)
+    made = ready(given, how)
+    report = explain_program(made.program, str(given.file), measured_ceilings(made.program), made.quantized)
     show(report, as_json, print_explain)
+    made.keep()
 
 
 cli.add_command(gemm)

@@ -16,12 +16,15 @@ It reads and never optimises: what the source says is what the graph says.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import contextlib
+import os
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
 
+from tilewright.digests import stamp_of
 from tilewright.discovery import in_turn, modules
 from tilewright.errors import InputError, UnsupportedError, check_type
 from tilewright.ir.graph import Graph
@@ -33,6 +36,7 @@ ALLOW_CALLS = "if you trust the file: --allow-calls, or LoadOptions(allow_calls=
 MOST_OPERATIONS = 50_000
 MOST_BYTES = 1 << 33
 _UNTRUSTED: ContextVar[bool] = ContextVar("untrusted", default=False)
+_BESIDE: ContextVar[dict[Path, tuple[int, ...]] | None] = ContextVar("beside", default=None)
 SUFFIXES = ".hlo, .mlir, .stablehlo, .onnx, .tw or .twp"
 
 
@@ -80,6 +84,24 @@ class LoadOptions:
             for extent in extents:
                 if not hasattr(extent, "__index__") or extent < 0:
                     raise InputError(f"{extent!r} is no extent", where=name, hint="a whole number, 0 or more")
+
+
+@contextlib.contextmanager
+def files_beside() -> Generator[dict[Path, tuple[int, ...]]]:
+    """The files that are read beside the program's own within the block (`note_file`), with their stamps."""
+    found: dict[Path, tuple[int, ...]] = {}
+    token = _BESIDE.set(found)
+    try:
+        yield found
+    finally:
+        _BESIDE.reset(token)
+
+
+def note_file(path: Path, descriptor: int) -> None:
+    """Note that a program's data come from a file that was opened."""
+    found = _BESIDE.get()
+    if found is not None:
+        found[path] = stamp_of(os.fstat(descriptor))
 
 
 def untrusted() -> bool:

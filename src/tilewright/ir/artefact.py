@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
@@ -88,12 +88,17 @@ class Graphs(msgspec.Struct, frozen=True):
     within: tuple[Graphs, ...]
 
 
-class Manifest(msgspec.Struct, frozen=True):
-    """The parts of a manifest that say what is computed; the rest is how."""
+class Manifest(msgspec.Struct, frozen=True, kw_only=True):
+    """The parts of a manifest that say what is computed; the rest is how.
+
+    Attributes:
+        outside: constants that are not in the file, but in the model that it was compiled from: of a kept program alone.
+    """
 
     version: int
     arrays: dict[str, Array]
     program: Graphs
+    outside: dict[str, Kind] = {}
 
 
 class Container:
@@ -102,12 +107,13 @@ class Container:
     Args:
         path: a .twp file.
         content: its bytes, where they are in memory already and `path` is what to call them.
+        outside: gives by name the constants of the model that it was compiled from, where these are not in the file.
 
     Raises:
         InputError: there is no such file, it is no saved program, or it is damaged.
     """
 
-    def __init__(self, path: Path, content: bytes | None = None) -> None:
+    def __init__(self, path: Path, content: bytes | None = None, outside: Callable[[str], torch.Tensor] | None = None) -> None:
         self.path = path
         self._file = TensorFile(path, content)
         metadata = self._file.metadata
@@ -120,7 +126,10 @@ class Container:
         self.signature: str = metadata.get("signature", "")
         if hashlib.sha256(self.manifest).hexdigest() != metadata.get(MANIFEST):
             raise self.broken("its manifest was changed")
-        self.arrays: dict[str, Array] = self.decoded(Manifest).arrays
+        parts = self.decoded(Manifest)
+        self.arrays: dict[str, Array] = parts.arrays
+        if parts.outside and outside is None:
+            raise InputError("a kept program, which lacks its model's weights", where=str(path), hint="the model itself")
         for name, array in self.arrays.items():
             t = array.kind.type
             if (
@@ -134,6 +143,8 @@ class Container:
             for name, a in self.arrays.items()
             if name.startswith(CONSTANT)
         }
+        if outside is not None:
+            self.literals |= {name: Literal(k.type, partial(outside, name), name) for name, k in parts.outside.items()}
 
     def broken(self, why: str) -> InputError:
         """The error for a file that does not hold together."""

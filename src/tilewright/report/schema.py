@@ -394,6 +394,8 @@ class CacheInfo(msgspec.Struct, frozen=True):
     oldest: str | None
     newest: str | None
     refused: list[LostCandidate] = msgspec.field(default_factory=list[LostCandidate])
+    programs: int = 0
+    programs_bytes: int = 0
 
 
 def to_json(report: msgspec.Struct) -> str:

@@ -56,6 +56,11 @@ class Scheme:
         inner = f", {self.attention} attention" if self.attention else ""
         return f"{weight}, {self.activation or 'float'} activations" + (f" per {self.rows}" if self.activation else "") + inner
 
+    @property
+    def said(self) -> tuple[str, str, int, str, str]:
+        """All of it, in words and numbers."""
+        return str(self.weight), str(self.activation), self.group, self.rows, str(self.attention)
+
 
 SCHEMES: dict[str, Callable[[int, Literal["tensor", "row"]], Scheme]] = {
     "int8": lambda group, rows: Scheme(S8, S8, 0, rows),

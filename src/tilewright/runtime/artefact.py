@@ -38,6 +38,7 @@ from tilewright.frontends.tilewright_text import check_calls
 from tilewright.hardware.ceilings import cache_folder
 from tilewright.hardware.detect import detect
 from tilewright.hardware.target import DeviceKind, Target
+from tilewright.ir.account import Account
 from tilewright.ir.artefact import (
     CONSTANT,
     FORMAT,
@@ -50,11 +51,12 @@ from tilewright.ir.artefact import (
     Manifest,
 )
 from tilewright.ir.graph import Graph, Node, toposort
-from tilewright.ir.literal import Literal, bits_of
+from tilewright.ir.literal import SMALL_BYTES, Literal, bits_of
 from tilewright.ir.pattern import Trace
 from tilewright.ir.safetensors import has_name, write_tensors_to
 from tilewright.ir.text import parse, print_with_literals
 from tilewright.ir.types import TensorType
+from tilewright.rules.calibrate import Layer
 from tilewright.runtime.executable import E, Executable, Inner, Posed, Step, chooser, kernel_step, library_step, prepare
 from tilewright.runtime.partition import Kind as PartKind
 from tilewright.runtime.partition import Part
@@ -142,6 +144,54 @@ class SavedProgram(Graphs, frozen=True):
     steps: tuple[SavedStep, ...]
 
 
+class SavedAccount(msgspec.Struct, frozen=True):
+    """What rules did, by number of the node (`Account`)."""
+
+    left: tuple[tuple[int, tuple[str, ...]], ...]
+    rules: tuple[tuple[int, tuple[str, ...]], ...]
+
+
+class SavedLayer(msgspec.Struct, frozen=True):
+    """What quantising did to a product (`calibrate.Layer`); numbers as Python writes them, since JSON has no NaN."""
+
+    where: str
+    error: str
+    largest: str
+    skip_reason: str | None
+    scale: str | None
+    weight_scales: tuple[str, str]
+
+
+class SavedLayers(msgspec.Struct, frozen=True):
+    """The quantised products in order, and as texts the graphs whose results they are: in the float model, and quantised."""
+
+    layers: tuple[SavedLayer, ...]
+    before: str
+    after: str
+
+
+class Kept(msgspec.Struct, frozen=True):
+    """What a program of the user's cache adds (`programs.py`).
+
+    Attributes:
+        request: all that decided the result, as JSON.
+        read: text of the graph as the front end gave it, "" if it is the source.
+        files: data files beside the model: as it names them, where that leads, their digests.
+        budget_s: seconds that compiling had.
+        cold: weights come from memory.
+        problems: digests of the problems' texts.
+        standing: digest of what was known of them.
+    """
+
+    request: str
+    read: str
+    files: tuple[tuple[str, str, str], ...]
+    budget_s: float
+    cold: bool
+    problems: tuple[str, ...]
+    standing: str
+
+
 class Header(Manifest, frozen=True):
     """The part of a manifest that every version has.
 
@@ -160,12 +210,18 @@ class Whole(Header, frozen=True):
     Attributes:
         code: arrays of object code by name.
         caller, threads: names among them of what Python calls kernels through, and of the thread pool; "" if there is no code.
+        account: what rules did.
+        quantized: what quantising did; None if nothing was quantised.
+        kept: of a program in the user's cache.
     """
 
     code: dict[str, str]
     caller: str
     threads: str
     program: SavedProgram  # pyright: ignore[reportIncompatibleVariableOverride] - frozen
+    account: SavedAccount | None = None
+    quantized: SavedLayers | None = None
+    kept: Kept | None = None
 
 
 # -- writing
@@ -179,6 +235,7 @@ class _Writer:
         self.tensors: dict[str, torch.Tensor] = {}
         self.objects: dict[str, str] = {}
         self.literals: dict[str, Literal] = {}
+        self.outside: dict[str, Kind] = {}
         self._entries: dict[str, str] = {}
 
     def array(self, name: str, t: torch.Tensor, type_: TensorType) -> str:
@@ -213,8 +270,15 @@ class _Writer:
         """A graph's text; its large constants are left under their names."""
         text = print_with_literals(graph, self.literals)[0]
         for name, literal in self.literals.items():
-            if CONSTANT + name not in self.arrays:
+            if CONSTANT + name not in self.arrays and name not in self.outside:
                 self.array(CONSTANT + name, literal.tensor(), literal.type)
+        return text
+
+    def read(self, graph: Graph) -> str:
+        """The text of a graph as the front end gave it: what is large is found there again, and not written."""
+        text, literals = print_with_literals(graph)
+        self.literals |= literals
+        self.outside |= {n: Kind.of(v.type) for n, v in literals.items() if v.type.size_bytes > SMALL_BYTES}
         return text
 
     def program(self, program: Executable) -> SavedProgram:
@@ -242,6 +306,25 @@ class _Writer:
             values=tuple(values),
             steps=tuple(steps),
         )
+
+    def account(self, program: Executable) -> SavedAccount:
+        """What rules did."""
+        number, told = {n: i for i, n in enumerate(_numbered(program.graph))}, program.account
+        left, rules = (tuple((number[n], tuple(s)) for n, s in said.items()) for said in (told.left, told.rules))
+        return SavedAccount(left, rules)
+
+    def layers(self, program: Executable) -> SavedLayers | None:
+        """What quantising did."""
+        if not program.layers:
+            return None
+        saved = tuple(
+            SavedLayer(
+                x.where, repr(x.error), repr(x.largest), x.skip_reason, None if x.scale is None else repr(x.scale),
+                (repr(x.weight_scales[0]), repr(x.weight_scales[1])),
+            )
+            for x in program.layers
+        )  # fmt: skip
+        return SavedLayers(saved, self.text([x.before for x in program.layers]), self.text([x.after for x in program.layers]))
 
     def _step(self, step: Step, number: Mapping[Node, int]) -> SavedStep:
         part, d = step.part, step.decision
@@ -285,9 +368,31 @@ def artefact_of(program: Executable) -> bytes:
     return file.getvalue()
 
 
-def _write(program: Executable, file: IO[bytes]) -> None:
+def keep(program: Executable, read: Graph, kept: Kept, path: Path) -> None:
+    """Write a program as one that is kept beside the model that it was compiled from.
+
+    Args:
+        read: the graph as the front end gave it. Its large constants stay where they are, in the model.
+        kept: what it depends on.
+
+    Raises:
+        InputError: the file cannot be written.
+        UnsupportedError: the program holds what no file can.
+    """
     writer = _Writer()
+    text = writer.read(read)
+    with whole_file(path) as draft:
+        descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with os.fdopen(descriptor, "wb") as file:
+            _write(program, file, writer, msgspec.structs.replace(kept, read=text))
+
+
+def _write(program: Executable, file: IO[bytes], writer: _Writer | None = None, kept: Kept | None = None) -> None:
+    writer = writer or _Writer()
     saved = writer.program(program)
+    account, quantized = writer.account(program), writer.layers(program)
+    if kept is not None and kept.read == saved.source:
+        kept = msgspec.structs.replace(kept, read="")
     generated = bool(writer.objects)
     caller = writer.code(calls.caller().object) if generated else ""
     threads = writer.code(engine.threads().object, engine.for_threads()) if generated else ""
@@ -300,6 +405,10 @@ def _write(program: Executable, file: IO[bytes]) -> None:
         code=writer.objects,
         caller=caller,
         threads=threads,
+        outside=writer.outside,
+        account=account,
+        quantized=quantized,
+        kept=kept,
     )
     manifest = msgspec.json.encode(whole)
     metadata = {
@@ -394,12 +503,42 @@ def load(container: Container, made: type[E], *, trust: bool, device: str | torc
         raise InputError(what, where=str(container.path), hint=TRUST)
     if why is None:
         try:
-            whole = container.decoded(Whole)
-            return _Reader(container, whole, target, made).program(whole.program)
+            return _Reader(container, container.decoded(Whole), target, made).whole()
         except UnsupportedError as error:
             why = error.what
     LOGGER.warning("%s is compiled again from its graph: %s", container.path, why)
     return _again(container, header.program, target, budget_s, trusted, made)
+
+
+def kept_in(container: Container) -> Kept:
+    """What a kept program depends on.
+
+    Raises:
+        InputError: it is none, or no key of this user signed it.
+    """
+    if not _signed(container):
+        raise container.broken("it is not signed by this user's key")
+    kept = container.decoded(Whole).kept
+    if kept is None:
+        raise container.broken("it is no kept program")
+    return kept
+
+
+def restored(container: Container, target: Target, made: type[E]) -> tuple[E, Graph]:
+    """A kept program, and the graph as the front end gave it.
+
+    Raises:
+        InputError: it does not hold together, or another version of the code made it.
+        UnsupportedError: a step has no kernel here.
+    """
+    whole = container.decoded(Whole)
+    why = _elsewhere(whole, target)
+    if why is not None or whole.kept is None:
+        raise container.broken(why or "it is no kept program")
+    program = _Reader(container, whole, target, made).whole()
+    if not whole.kept.read:
+        return program, program.source
+    return program, container.graph(whole.kept.read, whole.program, ())
 
 
 def _target(machine: Machine, device: str | torch.device | None) -> tuple[Target, str | None]:
@@ -449,7 +588,7 @@ class _Reader(Generic[E]):
     """Programs of a file, as they were."""
 
     def __init__(self, container: Container, whole: Whole, target: Target, made: type[E]) -> None:
-        self._container, self._target, self._made = container, target, made
+        self._container, self._target, self._made, self._whole = container, target, made, whole
         names = list(_arrays_of(whole.program))
         container.check([*whole.code.values(), *names])
         objects = {name: container.tensor(at).numpy().tobytes() for name, at in whole.code.items()}
@@ -466,6 +605,33 @@ class _Reader(Generic[E]):
 
     def __deepcopy__(self, memo: object) -> _Reader[E]:
         return self  # a copy of a program shares the file
+
+    def whole(self) -> E:
+        """The program, with what rules and quantising did."""
+        made = self.program(self._whole.program)
+        if self._whole.account is not None:
+            nodes, saved = _numbered(made.graph), self._whole.account
+            left, rules = ({self._node(nodes, i): said for i, said in each} for each in (saved.left, saved.rules))
+            made.told = Account(left, rules)
+        if self._whole.quantized is not None:
+            made.layers = self._layers(self._whole.quantized)
+        return made
+
+    def _layers(self, saved: SavedLayers) -> tuple[Layer, ...]:
+        """What quantising did to each product."""
+        before, after = (self._roots(text) for text in (saved.before, saved.after))
+        if not len(before) == len(after) == len(saved.layers):
+            raise self._container.broken("its layers are others")
+        try:
+            return tuple(
+                Layer(
+                    x.where, float(x.error), float(x.largest), x.skip_reason, None if x.scale is None else float(x.scale),
+                    (float(x.weight_scales[0]), float(x.weight_scales[1])), b, a,
+                )
+                for x, b, a in zip(saved.layers, before, after, strict=True)
+            )  # fmt: skip
+        except ValueError as error:
+            raise self._container.broken(f"a layer without numbers: {error}") from error
 
     def program(self, saved: SavedProgram) -> E:
         """One program, and those of its regions."""
@@ -531,7 +697,7 @@ class _Reader(Generic[E]):
         )
         losers = tuple(Rejected(r.candidate, r.kind, r.why, Schedule(r.knobs), r.time_us) for r in chosen.rejected)
         how = chosen.time_us, losers, chosen.measured, chosen.verified
-        return Decision(problem, kernel, *how, recalled=True, provisional=chosen.provisional)
+        return Decision(problem, kernel, *how, recalled=chosen.measured, provisional=chosen.provisional)
 
     def _runner(self, recipe: Recipe, problem: AnyProblem, schedule: Schedule, weights: Mapping[int, torch.Tensor]) -> Runner:
         """A runner from its recipe.
@@ -568,8 +734,11 @@ class _Reader(Generic[E]):
         return checked(call, problem)
 
     def _expression(self, text: str) -> Node:
-        (root,) = parse(text, self._container.literals).outputs
+        (root,) = self._roots(text)
         return root
+
+    def _roots(self, text: str) -> tuple[Node, ...]:
+        return parse(text, self._container.literals).outputs
 
 
 def _arrays_of(saved: SavedProgram) -> Sequence[str]:

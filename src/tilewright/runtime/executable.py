@@ -15,6 +15,7 @@ import torch
 
 from tilewright.errors import AnotherWayError, InputError, TypeMismatchError, UnsupportedError, check_type, counted, visible
 from tilewright.hardware.target import Target
+from tilewright.ir.account import Account, account_of
 from tilewright.ir.anchor import ANCHORS
 from tilewright.ir.evaluate import evaluate_nodes, evaluator
 from tilewright.ir.graph import Graph, Node
@@ -104,6 +105,7 @@ class Executable:
         constant_memory: addresses of what no caller may write to.
         threads: threads for calls on a CPU; None is torch's number, but no more than the machine has for this process.
         uncompiled: runs the source itself on the inputs, where these lead another way than the one that was traced.
+        told: what rules did, of a program whose trace was not kept.
     """
 
     source: Graph
@@ -116,6 +118,7 @@ class Executable:
     own_graphs: bool = True
     threads: int | None = None
     uncompiled: Callable[[Sequence[torch.Tensor]], list[torch.Tensor]] | None = None
+    told: Account | None = None
 
     def __repr__(self) -> str:
         """One line of less than 500 characters: how many steps, where, from which inputs to which results."""
@@ -234,6 +237,11 @@ class Executable:
 
         check_type(path, (str, PathLike), "path", '"model.twp"')
         save(self, Path(path))
+
+    @property
+    def account(self) -> Account:
+        """What rules did to the graph, and what they left."""
+        return account_of(self.trace, self.graph) if self.told is None else self.told
 
     @property
     def launched(self) -> str | None:
@@ -492,12 +500,17 @@ def chooser(
     """The choice of kernels for a graph's problems, which share `budget_s` seconds from now on (`SharedBudget`), less what
     packing its weights will take. `parts` is what the graph was cut into before."""
     parts = [p for p in (parts_for(graph, target) if parts is None else parts) if decided(p)]
-    weights = {n for p in parts for n in p.inputs if n.constant}
-    size = sum(n.tensor.size_bytes for n in weights if isinstance(n.type, TensorType))
+    size = weights_bytes(parts)
     problems, cold = Counter(problem_of_part(p)[0] for p in parts), size > last_cache_bytes(target)
     return SharedBudget(
         problems, target, max(0.0, budget_s - size / PACKED_BPS), cold=cold, progress=progress, database=database
     )
+
+
+def weights_bytes(parts: Sequence[Part]) -> int:
+    """The bytes of constants that parts for which kernels are chosen read."""
+    weights = {n for p in parts if decided(p) for n in p.inputs if n.constant}
+    return sum(n.tensor.size_bytes for n in weights if isinstance(n.type, TensorType))
 
 
 @dataclass(frozen=True)

@@ -110,7 +110,7 @@ def circumstances(target: Target, *, excess_precision: bool) -> Key:
 def _libraries() -> str:
     """Versions of what compiles kernels or is a candidate; torch's build names those it contains, and what it found to use."""
     found = [f"python {platform.python_version()}", f"torch {torch.__version__}"]
-    found += [f"{name} {_version(name)}" for name in ("llvmlite", "triton")]
+    found += [f"{name} {version(name)}" for name in ("llvmlite", "triton")]
     built = torch.__config__.show()
     contained = re.search(r"MKL-DNN (v\S+)", built)
     found += [f"oneDNN {contained[1]}"] if contained else []
@@ -123,7 +123,8 @@ def _environment() -> str:
     return f", environment {hashlib.sha256(chr(0).join(given).encode(errors='replace')).hexdigest()[:12]}" if given else ""
 
 
-def _version(package: str) -> str:
+def version(package: str) -> str:
+    """The version of a package that is installed, "none" of one that is not."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
@@ -137,7 +138,7 @@ def _own() -> str:
     for file in sorted(f for folder in CHOOSING for f in (PACKAGE / folder).rglob("*.*") if f.suffix in CODE):
         digest.update(f"{file.relative_to(PACKAGE)}\0".encode())
         digest.update(file.read_bytes())
-    return f"{_version('tilewright')} {digest.hexdigest()[:12]}"
+    return f"{version('tilewright')} {digest.hexdigest()[:12]}"
 
 
 @cache

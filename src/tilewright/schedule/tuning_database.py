@@ -322,6 +322,32 @@ class TuningDatabase:
             return contextlib.nullcontext(False)
         return self._cache.alone(key, budget_s + WAIT_S, lambda: self.rows(key, budget_s) is not None)
 
+    def standing(self, problems: Iterable[str]) -> str:
+        """A digest of all that is kept on problems, given the digests of their texts: what is chosen for them without a search
+        depends on nothing else."""
+        said = hashlib.sha256(msgspec.json.encode(self._circumstances))
+        for problem in sorted(problems):
+            if self._cache is None:
+                break
+            key = msgspec.structs.replace(self._circumstances, problem=problem)
+            found = [self._cache.get(msgspec.structs.replace(key, budget=name)) for name in budgets_for(0)]
+            lost = self._cache.lost(msgspec.structs.replace(key, cold=False))
+            said.update(msgspec.json.encode([r and msgspec.structs.replace(r, made_s=0.0) for r in found]))
+            said.update(msgspec.json.encode(sorted((r.candidate, r.why) for r in lost)))
+        return said.hexdigest()
+
+    def holds(self, decision: Decision) -> bool:
+        """Tell whether a decision is one of those that are kept."""
+        if self._cache is None:
+            return False
+        key, kernel = self._key(decision.problem, 0), decision.kernel
+        found = [self._cache.get(msgspec.structs.replace(key, budget=name)) for name in budgets_for(0)]
+        return any(r is not None and (r.candidate, r.knobs) == (kernel.candidate, kernel.schedule.knobs) for r in found)
+
+    def quiet(self) -> bool:
+        """Tell whether times taken now would be reliable; what was said holds for some seconds."""
+        return self._quiet()
+
     def _any_budget(self, problem: AnyProblem) -> Key:
         """The key with all that depends on the search's time or on where weights were left out."""
         return msgspec.structs.replace(self._key(problem, 0), budget="", cold=False, family="")

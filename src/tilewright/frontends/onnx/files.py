@@ -17,6 +17,7 @@ from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import TYPE_CHECKING, Any
 
 from tilewright.errors import InputError
+from tilewright.frontends import note_file
 from tilewright.frontends.onnx.wire import strip_weights
 
 if TYPE_CHECKING:
@@ -169,7 +170,10 @@ class DataFiles:
 
     def _map(self, location: str, where: str) -> mmap.mmap | None:
         if location not in self._maps:
-            self._maps[location] = _mapped(location, self._inside(location, where), where)
+            descriptor = self._inside(location, where)
+            if self._folder is not None:
+                note_file(self._folder / location, descriptor)
+            self._maps[location] = _mapped(location, descriptor, where)
         return self._maps[location]
 
     def _inside(self, location: str, where: str) -> int:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from itertools import groupby
 
 from tilewright.ir.anchor import ANCHORS
-from tilewright.ir.graph import Node, Op
+from tilewright.ir.graph import Node
 from tilewright.ir.ops import (
     ALIASES,
     Call,
@@ -37,20 +36,7 @@ class Reasons:
     """Reasons why operations of a compiled program were not folded, from the rules that saw them or from where they stand."""
 
     def __init__(self, program: Executable) -> None:
-        self._graph = program.graph
-        self._by_node: dict[Node, dict[str, None]] = {}
-        self._by_origin: dict[tuple[str, str], dict[str, None]] = {}
-        for miss in program.trace.near_misses:
-            sentence = f"{miss.rule.replace('_', ' ')}: {miss.why}"
-            self._by_node.setdefault(miss.node, {})[sentence] = None
-            # A later stage may have rebuilt the node: what the source called it, and its operation, still name it.
-            if miss.where != miss.node.op.name:
-                self._by_origin.setdefault((miss.where, op_name(miss.node)), {})[sentence] = None
-        self._made: dict[Op, dict[str, tuple[int, Op | None]]] = {}
-        for i, step in enumerate(program.trace.steps):
-            after = maker_of(step.after)
-            if isinstance(after.op, ANCHORS):
-                self._made.setdefault(after.op, {}).setdefault(step.rule, (i, _continued(step.before, after)))
+        self._graph, self._account = program.graph, program.account
         self._readers: dict[Node, list[Node]] = {}
         for node in program.graph.nodes():
             for s in dict.fromkeys(node.src):
@@ -58,26 +44,11 @@ class Reasons:
 
     def near_misses(self, node: Node) -> list[str]:
         """The sentences of rules that recognised the node and left it."""
-        found = self._by_node.get(node) or self._by_origin.get((self._graph.origin(node), op_name(node)), {})
-        return list(found)
+        return list(self._account.left.get(node, ()))
 
     def rules(self, anchor: Node) -> list[str]:
-        """The rules that made a gemm or attention what it is, in the order in which they fired.
-
-        A node is rebuilt without a rule when what it reads changes, so it is followed by its operation: of products with equal
-        operations the first one's history is told.
-        """
-        fired: dict[int, str] = {}
-        pending: list[Op] = [anchor.op]
-        seen: set[Op] = set(pending)
-        while pending:
-            for rule, (i, before) in self._made.get(pending.pop(), {}).items():
-                fired[i] = rule.replace("_", " ")
-                if before is not None and before not in seen:
-                    pending.append(before)
-                    seen.add(before)
-        runs = groupby(fired[i] for i in sorted(fired))
-        return [f"{rule}{f' x{n}' if (n := len(list(group))) > 1 else ''}" for rule, group in runs]
+        """The rules that made a gemm or attention what it is, in the order in which they fired."""
+        return list(self._account.rules.get(anchor, ()))
 
     def readers(self, node: Node) -> Sequence[Node]:
         """The readers of a node of the compiled graph."""
@@ -126,14 +97,6 @@ class Reasons:
             else:
                 found.append(reader)
         return found
-
-
-def _continued(before: Node, after: Node) -> Op | None:
-    """The anchor that lives on in what a rule made: the one rewritten, or the one whose sources come first in the new one."""
-    if isinstance(before.op, ANCHORS):
-        return before.op
-    found = (n for n in map(maker_of, before.src) if isinstance(n.op, ANCHORS) and after.src[: len(n.src)] == n.src)
-    return next((n.op for n in found), None)
 
 
 def not_read_through(node: Node) -> str:

@@ -44,3 +44,5 @@ def print_cache(out: Console, report: CacheInfo) -> None:
     if report.oldest is not None:
         section(out, "Made", [f"{report.oldest} to {report.newest}"])
     section(out, "Crashed or hung", [f"{r.candidate} on {r.problem}, {r.when}: {r.why}" for r in report.refused])
+    if report.programs:
+        section(out, "Programs", [f"{report.programs:,} in {report.programs_bytes / 2**20:,.0f} MiB"])

