@@ -144,7 +144,7 @@ def test_calls_of_no_program_end_in_xlas_error(named, message):
 def test_a_call_with_other_shapes_ends_in_xlas_error():
     compiled = twjax.jit(lambda x: x @ x, budget_s=0)
     compiled(normal(0, 4, 4))
-    key = next(k for k, p in ffi._programs.items() if p is compiled.programs[0])
+    key = next(k for k, p in ffi._programs.items() if p.program is compiled.programs[0])
     with pytest.raises(jax.errors.JaxRuntimeError, match=r"operands of shapes .*\(5, 5\).* compiled for .*\(4, 4\)"):
         kind = jax.ShapeDtypeStruct((5, 5), jnp.float32)
         jax.ffi.ffi_call(ffi.TARGET, kind)(normal(0, 5, 5), program=key).block_until_ready()
@@ -178,6 +178,21 @@ def test_shards_of_two_devices_each_run_the_program():
     assert done.returncode == 0, done.stderr
     assert "2 1" in done.stdout
     assert "f32[3,16]" in done.stdout
+
+
+def test_buffers_that_are_used_again_are_read_again():
+    """More sets of buffers than are kept, and memory that JAX gives to other arrays."""
+    compiled = twjax.jit(lambda x, y: (x * 2 + y, y.sum()), budget_s=0)
+    kept = []
+    for i in range(3 * ffi._Callee.MOST):
+        x, y = jnp.full((4, 3), i, jnp.float32), jnp.arange(3) * 1.0 + i
+        found, total = compiled(x, y)
+        np.testing.assert_array_equal(found, np.full((4, 3), 2 * i) + np.arange(3) + i)
+        assert float(total) == 3 + 3 * i
+        if i % 3 == 0:
+            kept.append((i, found))
+    for i, found in kept:
+        np.testing.assert_array_equal(found, np.full((4, 3), 2 * i) + np.arange(3) + i)
 
 
 def test_threads_that_call_at_once_get_their_own_results():

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from contextlib import nullcontext
 from math import prod
 from typing import TYPE_CHECKING, Any, cast
 
@@ -21,6 +20,7 @@ import torch
 from tilewright.errors import InputError, TilewrightError
 
 if TYPE_CHECKING:
+    from tilewright.ir.graph import Value
     from tilewright.ir.types import TensorType
     from tilewright.runtime.executable import Executable
 
@@ -133,12 +133,40 @@ class _CudaMemory:
         self.__cuda_array_interface__ = {"shape": (count,), "typestr": "|u1", "data": (address, False), "version": 3}
 
 
-_programs: dict[str, Executable] = {}
+class _Callee:
+    """A program, and the tensors over the buffers that it was called with.
+
+    XLA calls with the same buffers again and again; making a tensor over each takes longer than launching a kernel.
+    """
+
+    MOST = 64  # sets of buffers
+
+    def __init__(self, program: Executable) -> None:
+        self.program, self.device = program, program.target.device
+        self.on_gpu = program.target.kind != "cpu"
+        self.inputs = list(program.input_types.values())
+        self.outputs = [o.tensor for o in program.graph.outputs]
+        self._known: dict[tuple[object, ...], tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
+
+    def tensors(self, frame: _Frame) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """The tensors over a frame's operands and over its results."""
+        key = *_described(frame.operands), None, *_described(frame.results)
+        found = self._known.get(key)
+        if found is None:
+            operands = _tensors(frame.operands, self.inputs, self.device, "operands")
+            found = operands, _tensors(frame.results, self.outputs, self.device, "results")
+            if len(self._known) >= self.MOST:
+                self._known.clear()
+            self._known[key] = found
+        return found
+
+
+_programs: dict[str, _Callee] = {}
 
 
 def add(key: str, program: Executable) -> None:
     """Keep a program for calls that name it: XLA's executables hold the key alone, for as long as they please."""
-    _programs[key] = program
+    _programs[key] = _Callee(program)
 
 
 def over(address: int | None, kind: TensorType, device: str) -> torch.Tensor:
@@ -152,6 +180,12 @@ def over(address: int | None, kind: TensorType, device: str) -> torch.Tensor:
     else:
         flat = torch.as_tensor(_CudaMemory(address, size), device=device)
     return flat.view(dtype).view(kind.shape)
+
+
+def _described(buffers: _Buffers) -> list[object]:
+    """The address and the shape of each buffer, flat."""
+    items = [buffers.items[i].contents for i in range(buffers.count)]
+    return [fact for b in items for fact in (b.data, *b.dims[: b.rank])]
 
 
 def _tensors(buffers: _Buffers, kinds: Sequence[TensorType], device: str, what: str) -> list[torch.Tensor]:
@@ -184,17 +218,22 @@ def _stream(frame: _Frame) -> int:
 def _run(frame: _Frame) -> None:
     """Run the program that a frame names on the frame's operands, into its results."""
     key = _key(frame.attributes)
-    program = _programs.get(key)
-    if program is None:
+    callee = _programs.get(key)
+    if callee is None:
         hint = "trace the function again: an executable that another process compiled was loaded without it"
         raise InputError(f"no program {key} was compiled in this process", hint=hint)
-    device = program.target.device
-    operands = _tensors(frame.operands, list(program.input_types.values()), device, "operands")
-    results = _tensors(frame.results, [o.tensor for o in program.graph.outputs], device, "results")
-    on_gpu = program.target.kind != "cpu"
-    with torch.cuda.stream(torch.cuda.ExternalStream(_stream(frame), device)) if on_gpu else nullcontext():
-        for result, value in zip(results, program.run(operands), strict=True):
-            result.copy_(cast("torch.Tensor", value))
+    operands, results = callee.tensors(frame)
+    if not callee.on_gpu:
+        _copy(callee.program.run(operands), results)
+        return
+    stream = torch.cuda.ExternalStream(_stream(frame), callee.device)
+    with torch.cuda.stream(stream):
+        _copy(callee.program.run(operands), results)
+
+
+def _copy(values: Sequence[Value], results: Sequence[torch.Tensor]) -> None:
+    for result, value in zip(results, values, strict=True):
+        result.copy_(cast("torch.Tensor", value))
 
 
 def _error(api: _Api, code: int, message: str) -> int | None:
