@@ -6,30 +6,36 @@ import importlib
 import importlib.util
 import pkgutil
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from types import ModuleType
 
 from tilewright.errors import InputError
 
+Enter = Callable[[ModuleType], bool]
 
-def modules(package: str, extra: Iterable[Path] = (), defining: str | None = None) -> list[ModuleType]:
+
+def modules(
+    package: str, extra: Iterable[Path] = (), defining: str | None = None, enter: Enter | None = None
+) -> list[ModuleType]:
     """Every module of `package` and of its subpackages, in name order, then those of the `extra` folders.
 
     With `defining`, only those that define that name are given, and a subpackage whose `__init__` defines it is one such
     module: its own files are not searched. A name that starts with an underscore is skipped. A file of an extra folder becomes
-    a module of `package` under its own name, run once however often it is found. Import errors are the module's own and are
-    not hidden.
+    a module of `package` under its own name, run once however often it is found. With `enter`, the modules of a subpackage of
+    which it says no are not imported. Import errors are the module's own and are not hidden.
 
     Raises:
         InputError: an extra folder is not there, or two files would be the same module.
     """
-    return list(in_turn(package, extra, defining))
+    return list(in_turn(package, extra, defining, enter))
 
 
-def in_turn(package: str, extra: Iterable[Path] = (), defining: str | None = None) -> Iterator[ModuleType]:
+def in_turn(
+    package: str, extra: Iterable[Path] = (), defining: str | None = None, enter: Enter | None = None
+) -> Iterator[ModuleType]:
     """The modules that `modules` gives, each imported once it is asked for."""
-    for module in _within(importlib.import_module(package), defining):
+    for module in _within(importlib.import_module(package), defining, enter):
         if defining is None or hasattr(module, defining):
             yield module
     for folder in extra:
@@ -41,14 +47,15 @@ def in_turn(package: str, extra: Iterable[Path] = (), defining: str | None = Non
                 yield module
 
 
-def _within(package: ModuleType, defining: str | None) -> Iterator[ModuleType]:
+def _within(package: ModuleType, defining: str | None, enter: Enter | None) -> Iterator[ModuleType]:
     for info in sorted(pkgutil.iter_modules(package.__path__), key=lambda i: i.name):
         if info.name.startswith("_"):
             continue
         module = importlib.import_module(f"{package.__name__}.{info.name}")
         yield module
-        if info.ispkg and (defining is None or not hasattr(module, defining)):
-            yield from _within(module, defining)
+        entered = info.ispkg and (enter is None or enter(module))
+        if entered and (defining is None or not hasattr(module, defining)):
+            yield from _within(module, defining, enter)
 
 
 def _run(name: str, file: Path) -> ModuleType:

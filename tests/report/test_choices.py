@@ -107,7 +107,7 @@ def test_a_line_says_who_does_the_products_and_why_a_library_does_some() -> None
         step("view", "torch"),
     ]
     assert attribution(steps) == {"gemm": {"llvm": 3, "onednn": 1, "aten": 1}, "other": {"llvm_norm": 1}}
-    assert attribution_words(steps) == [
+    assert attribution_words(steps, "cpu") == [
         "5 matrix products: 3 by llvm, 1 by onednn, 1 by aten. onednn where the generated kernel is slower: 2.0 µs, 1.20 times "
         "the winner. aten where llvm says: no kernel for f64.",
         "1 other step: by llvm_norm.",

@@ -1,5 +1,6 @@
 """Adding a front end, a rule, a candidate or a chip is adding a file: a fake of each, dropped in a folder, is found."""
 
+import subprocess
 import sys
 from pathlib import Path
 
@@ -251,3 +252,17 @@ def test_a_module_is_imported_once_it_is_asked_for(tmp_path):
     assert next(found).__name__ == "tilewright.hardware.chips.first"
     with pytest.raises(RuntimeError, match="imported"):
         next(found)
+
+
+def test_a_package_of_candidates_that_says_whom_it_is_for_has_no_others():
+    everyone = discover_candidates()
+    assert {k: [c.name for c in discover_candidates(kind=k)] for k in ("cpu", "cuda")} == {
+        k: [c.name for c in everyone if k in c.devices] for k in ("cpu", "cuda")
+    }
+
+
+def test_a_program_on_a_cpu_imports_no_kernels_for_gpus():
+    code = "import sys; from tilewright.schedule.candidate import discover; discover(kind='cpu'); print(*sys.modules)"
+    names = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout.split()
+    assert [n for n in names if n.startswith("tilewright.candidates.triton.")] == []
+    assert "tilewright.candidates.llvm.gemm.candidate" in names

@@ -20,6 +20,7 @@ import stat
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache, partial
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Generic
@@ -535,10 +536,14 @@ def restored(container: Container, target: Target, made: type[E]) -> tuple[E, Gr
     why = _elsewhere(whole, target)
     if why is not None or whole.kept is None:
         raise container.broken(why or "it is no kept program")
+    with ThreadPoolExecutor(1) as beside:  # digests, while this thread reads text
+        checked = beside.submit(container.check, _needed(whole))
+        read = container.graph(whole.kept.read or whole.program.source, whole.program, ())
+        checked.result()
     program = _Reader(container, whole, target, made).whole()
     if not whole.kept.read:
-        return program, program.source
-    return program, container.graph(whole.kept.read, whole.program, ())
+        program.source = read
+    return program, read
 
 
 def _target(machine: Machine, device: str | torch.device | None) -> tuple[Target, str | None]:
@@ -589,8 +594,7 @@ class _Reader(Generic[E]):
 
     def __init__(self, container: Container, whole: Whole, target: Target, made: type[E]) -> None:
         self._container, self._target, self._made, self._whole = container, target, made, whole
-        names = list(_arrays_of(whole.program))
-        container.check([*whole.code.values(), *names])
+        container.check(_needed(whole))
         objects = {name: container.tensor(at).numpy().tobytes() for name, at in whole.code.items()}
         if any(hashlib.sha256(content).hexdigest() != name for name, content in objects.items()):
             raise container.broken("machine code under another's name")
@@ -741,6 +745,11 @@ class _Reader(Generic[E]):
         return parse(text, self._container.literals).outputs
 
 
+def _needed(whole: Whole) -> list[str]:
+    """The arrays that are needed before the first call, code included."""
+    return [*whole.code.values(), *_arrays_of(whole.program)]
+
+
 def _arrays_of(saved: SavedProgram) -> Sequence[str]:
     """The arrays that are needed before the first call."""
     names = [*saved.state, *(name for _, name in saved.values), *(name for p in saved.within for name in _arrays_of(p))]
@@ -758,7 +767,7 @@ def _packed(recipe: Recipe) -> list[str]:
 
 def _kernel(recipe: Built, problem: AnyProblem, target: Target) -> Kernel:
     """A kernel that its candidate builds: one that competes here, of its own points."""
-    found = next((c for c in discover() if c.name == recipe.candidate and concerns(c, problem, target)), None)
+    found = next((c for c in discover(kind=target.kind) if c.name == recipe.candidate and concerns(c, problem, target)), None)
     if found is None:
         raise UnsupportedError(f"there is no candidate {recipe.candidate} for {problem}")
     return plan_for(found, problem, target).build(Schedule(recipe.knobs))

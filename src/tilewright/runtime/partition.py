@@ -332,7 +332,7 @@ def _only_quantizes(members: Sequence[Node]) -> bool:
 
 def parts_for(graph: Graph, target: Target) -> list[Part]:
     """The graph's parts, those that no candidate of a target takes whole cut; in an order in which they can run."""
-    able = [c for c in discover() if "fusion" in c.kinds and target.kind in c.devices and c.preference < LAST_RESORT]
+    able = [c for c in discover(kind=target.kind) if "fusion" in c.kinds and c.preference < LAST_RESORT]
 
     def taken(problem: FusionProblem) -> bool:
         return any(refusal(c, problem, target) is None for c in able)

@@ -332,12 +332,14 @@ def concerns(candidate: Candidate, problem: AnyProblem, target: Target) -> bool:
     return problem.kind in candidate.kinds and target.kind in candidate.devices
 
 
-def discover(extra: Iterable[Path] = ()) -> list[Candidate]:
-    """Every candidate, by preference."""
-    return list(_discover(tuple(extra)))
+def discover(extra: Iterable[Path] = (), kind: str | None = None) -> list[Candidate]:
+    """Every candidate, by preference; with a kind of device those alone that are for it, and no other generator is imported."""
+    return list(_discover(tuple(extra), kind))
 
 
 @cache
-def _discover(extra: tuple[Path, ...]) -> tuple[Candidate, ...]:
-    found = [m.CANDIDATE for m in modules("tilewright.candidates", extra, "CANDIDATE")]
+def _discover(extra: tuple[Path, ...], kind: str | None) -> tuple[Candidate, ...]:
+    enter = None if kind is None else lambda package: kind in getattr(package, "DEVICES", (kind,))
+    made = [m.CANDIDATE for m in modules("tilewright.candidates", extra, "CANDIDATE", enter)]
+    found = made if kind is None else [c for c in made if kind in c.devices]
     return tuple(sorted(found, key=lambda c: (c.preference, c.name)))

@@ -120,16 +120,16 @@ def attribution(steps: Sequence[Step]) -> dict[str, dict[str, int]]:
     return {kind: dict(found[kind].most_common()) for kind in (*_PRODUCTS, "other") if kind in found}
 
 
-def attribution_words(steps: Sequence[Step]) -> list[str]:
-    """The same in sentences; those done by a library say what kept the generated kernels from it."""
-    generated = {c.name for c in discover() if c.preference < MATRIX_LIBRARIES.start}
+def attribution_words(steps: Sequence[Step], kind: str) -> list[str]:
+    """The same in sentences, on a kind of device; those done by a library say what kept the generated kernels from it."""
+    generated = {c.name for c in discover(kind=kind) if c.preference < MATRIX_LIBRARIES.start}
     sentences: list[str] = []
-    for kind, by in attribution(steps).items():
-        noun = _PRODUCTS.get(kind, "other step")
+    for what, by in attribution(steps).items():
+        noun = _PRODUCTS.get(what, "other step")
         parts = [f"{n:,} by {name}" if len(by) > 1 else f"by {name}" for name, n in by.items()]
         said = f"{count(sum(by.values()), noun)}: {', '.join(parts)}."
-        if kind in _PRODUCTS:
-            said += "".join(f" {name} where {why}." for name, why in _reasons(steps, kind, by, generated))
+        if what in _PRODUCTS:
+            said += "".join(f" {name} where {why}." for name, why in _reasons(steps, what, by, generated))
         sentences.append(said)
     return sentences
 

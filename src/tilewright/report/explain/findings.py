@@ -122,7 +122,7 @@ def _representative(step: Step) -> Node:
 def fallback(program: Executable, cost_us: Mapping[int, float]) -> list[Finding]:
     """Products on the reference, whole or in part, fusions that no generated kernel takes, kernels that were called wrong,
     operations in the source's own library, and the front end's notes."""
-    last_resort = {c.name for c in discover() if c.preference >= LAST_RESORT}
+    last_resort = {c.name for c in discover(kind=program.target.kind) if c.preference >= LAST_RESORT}
     found: list[Finding] = []
     for i, step in enumerate(program.steps):
         if step.decision is not None:

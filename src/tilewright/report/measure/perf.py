@@ -121,7 +121,7 @@ def measure(
         steps_per_layer=steps_per_layer(program.steps),
         quantized=quantized,
         attribution=attribution(rows),
-        summary=[*attribution_words(rows), *ways_words(choices), *_launched_words(program, whole, taken)],
+        summary=[*attribution_words(rows, program.target.kind), *ways_words(choices), *_launched_words(program, whole, taken)],
         choices=choices,
     )
     counted = tuple(arithmetic(step, work.ops) for step, work in zip(program.steps, works, strict=True))
