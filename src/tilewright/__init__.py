@@ -6,9 +6,11 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from tilewright import jax
+    from tilewright.any_shape import AnyShape
     from tilewright.compiler import Quantization, compile
     from tilewright.errors import TilewrightError
     from tilewright.frontends import load
+    from tilewright.ir.dims import Dim
     from tilewright.linear.module import Linear
     from tilewright.linear.replace import prepare, quantize_
     from tilewright.m_dispatch import AnyRows, compile_rows
@@ -22,6 +24,8 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 __all__ = [
     "AnyRows",
+    "AnyShape",
+    "Dim",
     "Executable",
     "Linear",
     "Program",
@@ -44,6 +48,8 @@ __all__ = [
 ]
 
 _HOME = {
+    "AnyShape": "tilewright.any_shape",
+    "Dim": "tilewright.ir.dims",
     "compile": "tilewright.compiler",
     "Quantization": "tilewright.compiler",
     "scheme": "tilewright.rules.calibrate",

@@ -12,17 +12,20 @@ from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from numbers import Real
 from pathlib import Path
-from typing import cast
+from typing import TYPE_CHECKING, Any, Literal, cast, overload
 
 import torch
 from torch.utils._pytree import tree_leaves
 
 from tilewright import deadline
-from tilewright.errors import InputError, check_type
+from tilewright.any_shape import AnyShape, Reading
+from tilewright.errors import InputError, UnsupportedError, check_type
 from tilewright.frontends import LoadOptions, load
 from tilewright.hardware.detect import detect, one_of
 from tilewright.hardware.target import Target
-from tilewright.ir.graph import Graph
+from tilewright.ir.dims import Scope
+from tilewright.ir.graph import Graph, Node
+from tilewright.ir.instance import dims_of
 from tilewright.ir.ops import Call, Const
 from tilewright.ir.pattern import Pass, Rule, Trace, discover, over, rewrite
 from tilewright.ir.verify import verify
@@ -32,12 +35,16 @@ from tilewright.rules.calibrate import Scheme, calibrate
 from tilewright.rules.calibrate import quantize as quantize_graph
 from tilewright.rules.half import half as narrow
 from tilewright.rules.half import in_half, recognised
-from tilewright.runtime.executable import chooser, graphs_of, prepare
-from tilewright.runtime.partition import parts_for
+from tilewright.runtime.background import Chooser
+from tilewright.runtime.executable import Decide, chooser, graphs_of, prepare
+from tilewright.runtime.partition import Part, parts_for
 from tilewright.runtime.programs import Place, content, place_of
 from tilewright.schedule.tuning_database import TuningDatabase, user_cache
 from tilewright.schedule.worker import begin
 from tilewright.threads import threaded
+
+if TYPE_CHECKING:
+    from tilewright.ir.graph import Value
 
 # In order. The rules of a stage settle together with the canonical ones, then its passes run; a stage's rules may be applied
 # in any order and give the same graph.
@@ -105,6 +112,35 @@ def _passed(p: Pass, graph: Graph, trace: Trace, until: float) -> Graph:
         return graph
 
 
+@overload
+def compile(program: object, *, dims: Mapping[str, object] | Literal[True], **options: Any) -> AnyShape: ...
+
+
+@overload
+def compile(
+    program: object,
+    *,
+    example_inputs: Sequence[object] | Mapping[str, object] | None = None,
+    device: str | torch.device | None = None,
+    batch: int | None = None,
+    input_dims: Mapping[str, Sequence[int]] | None = None,
+    fixed: Mapping[str, bool | float] | None = None,
+    budget_s: float = DEFAULT_BUDGET_S,
+    quantize: Quantization | None = None,
+    half: str | None = None,
+    excess_precision: bool = False,
+    cache: bool | TuningDatabase = True,
+    threads: int | None = None,
+    allow_calls: bool = False,
+    untrusted: bool = False,
+    background: bool = False,
+    follow_links: bool = False,
+    dims: Literal[False] = False,
+    progress: Progress | None = None,
+    visit: Callable[[str, Graph], None] | None = None,
+) -> Program: ...
+
+
 @threaded
 def compile(
     program: object,
@@ -124,9 +160,10 @@ def compile(
     untrusted: bool = False,
     background: bool = False,
     follow_links: bool = False,
+    dims: Mapping[str, object] | bool = False,
     progress: Progress | None = None,
     visit: Callable[[str, Graph], None] | None = None,
-) -> Program:
+) -> Program | AnyShape:
     """Compile a program for a device.
 
     Args:
@@ -157,12 +194,14 @@ def compile(
         background: return at once, with what was measured before or what a budget of 0 takes, and search on in a thread for
             `budget_s` seconds: better kernels replace the first ones between calls, and are kept. Each call runs wholly with
             one set of kernels. `Program.wait` waits for the end of it, and raises what went wrong.
+        dims: extents that stay open, by the name that the program has for them, with bounds: `{"batch": (1, 64)}`, or a `Dim`;
+            True leaves all open that the program does. The result is then called with any shapes within them (`AnyShape`).
         progress: called before each choice of a kernel with how many are done, how many there are, and the problem; on a GPU
             also before kernels are compiled for all of them.
         visit: called with "source" and the graph as read (and quantised), then with each stage's name and the graph after it.
 
     Returns:
-        Program: call it with arrays.
+        Program: call it with arrays; an `AnyShape` where extents stay open.
 
     Raises:
         InputError: the program cannot be read, the device is not there, weights lie on several, `half` is no float of 16 bits,
@@ -178,52 +217,95 @@ def compile(
         target = None if device is None else detect(device)
         if budget_s > 0:
             begin()
-        dims = cast("Mapping[str, tuple[int, ...]]", input_dims or {})  # which `LoadOptions` sees to
         options = LoadOptions(
-            dims,
+            cast("Mapping[str, tuple[int, ...]]", input_dims or {}),  # which `LoadOptions` sees to
             batch,
             example_inputs,
             allow_calls=allow_calls,
             untrusted=untrusted,
             follow_links=follow_links,
             fixed=fixed or {},
+            dims=dims,
         )
         place = None
-        if cache is True and not background and visit is None:
+        if cache is True and not background and visit is None and not dims:
             place = _place(program, options, target or detect("cpu"), quantize, half, excess_precision)
         found = None if place is None else place.find(float(budget_s))
         if found is not None:
             found[0].threads = threads
             return found[0]
-        with nullcontext() if place is None else place.reading():
-            source, layers = load(program, options), ()
-        read, target = source, target or detect(home(source, example_inputs))
-        if quantize is not None:
-            source = recognised(source) if quantize.scheme.attention is not None else source
-            seen = calibrate(source, quantize.batches, target.device)
-            source, layers = quantize_graph(source, quantize.scheme, seen, rtol=quantize.rtol, device=target.device)
-        if half is not None:
-            whole = in_half(source.with_outputs([*source.outputs, *(x.after for x in layers)]), narrow(half))
-            after = whole.outputs[len(source.outputs) :]
-            layers = [replace(x, after=now) for x, now in zip(layers, after, strict=True)]
-            source = whole.with_outputs(whole.outputs[: len(source.outputs)])
-        if visit is not None:
-            visit("source", source)
-        trace = Trace()
         allowed_s = ENOUGH_S + float(budget_s)
-        graph = optimise(source, trace, visit, excess_precision=excess_precision, within_s=allowed_s)
+
+        as_read: Graph | None = None
+
+        def reading(scope: Scope) -> Reading:
+            """The program read and rewritten, its open extents in a scope."""
+            nonlocal as_read, target
+            with nullcontext() if place is None else place.reading():
+                as_read = load(program, replace(options, scope=scope))
+            source, layers = as_read, ()
+            target = target or detect(home(source, example_inputs))
+            if quantize is not None and dims_of(source) is not None:
+                hint = "input_dims= or batch= for one shape, or a model that holds its quantised weights"
+                raise UnsupportedError("extents are open, and quantising runs the program", where=source.name, hint=hint)
+            if quantize is not None:
+                source = recognised(source) if quantize.scheme.attention is not None else source
+                seen = calibrate(source, quantize.batches, target.device)
+                source, layers = quantize_graph(source, quantize.scheme, seen, rtol=quantize.rtol, device=target.device)
+            if half is not None:
+                whole = in_half(source.with_outputs([*source.outputs, *(x.after for x in layers)]), narrow(half))
+                after = whole.outputs[len(source.outputs) :]
+                layers = [replace(x, after=now) for x, now in zip(layers, after, strict=True)]
+                source = whole.with_outputs(whole.outputs[: len(source.outputs)])
+            if visit is not None:
+                visit("source", source)
+            trace = Trace()
+            graph = optimise(source, trace, visit, excess_precision=excess_precision, within_s=allowed_s)
+            source = replace(source, notes=(*source.notes, *trace.notes))
+            return Reading(source, graph, trace, tuple(layers), dims_of(source) or scope)
+
+        read = reading(Scope())
+        assert target is not None
+        there = target
+        source, graph, trace = read.source, read.graph, read.trace
         ends -= 0.0 if place is None else place.keeping_s(graph)
-        source = replace(source, notes=(*source.notes, *trace.notes))
         database = TuningDatabase(target, user_cache(), excess_precision=excess_precision) if cache is True else cache or None
+        if dims_of(source) is not None:
+
+            def made_for(
+                graph: Graph, trace: Trace, parts: Sequence[Part], decide: Decide, known: dict[Node, Value]
+            ) -> Program:
+                def inner(region: Graph) -> Program:
+                    found = Trace()
+                    made = optimise(region, found, excess_precision=excess_precision, within_s=allowed_s)
+                    return made_for(made, found, parts_for(made, there), chooser(made, there, 0.0, None, database), {})
+
+                return prepare(graph, graph, there, trace, decide, inner, made=Program, parts=parts, known=known)
+
+            def measuring(graph: Graph, parts: Sequence[Part], within_s: float) -> Chooser:
+                within_s = min(within_s, max(0.0, ends - time.monotonic())) if not background else within_s
+                return chooser(graph, there, within_s, None, database, parts)
+
+            return AnyShape(
+                read,
+                reading,
+                made_for,
+                measuring,
+                target,
+                budget_s=float(budget_s),
+                background=background,
+                database=database,
+                threads=threads,
+            )
         with deadline.allowing(allowed_s):
 
             def prepared(source: Graph, graph: Graph, trace: Trace, ends: float, progress: Progress | None) -> Program:
                 """A program chosen until then; each loop in it, its regions together, has as long as what is around."""
-                inside = [len(graphs_of(n.op)) for n in graph.nodes() if isinstance(n.op, Call)] if target.kind == "cpu" else []
+                inside = [len(graphs_of(n.op)) for n in graph.nodes() if isinstance(n.op, Call)] if there.kind == "cpu" else []
                 loops, left = len([r for r in inside if r]), sum(inside)
-                parts = parts_for(graph, target)
+                parts = parts_for(graph, there)
                 within_s = max(0.0, ends - time.monotonic()) / (1 + loops)
-                decide = chooser(graph, target, within_s, progress, database, parts)
+                decide = chooser(graph, there, within_s, progress, database, parts)
 
                 def inner(region: Graph) -> Program:
                     nonlocal left
@@ -232,17 +314,17 @@ def compile(
                     left, share_s = left - 1, left_s / max(left, 1)
                     return prepared(region, made, found, min(ends, time.monotonic() + share_s), None)
 
-                return prepare(source, graph, target, trace, decide, inner, first=decide.weight, made=Program, parts=parts)
+                return prepare(source, graph, there, trace, decide, inner, first=decide.weight, made=Program, parts=parts)
 
             executable = prepared(source, graph, trace, time.monotonic() if background else ends, progress)
-        executable.layers, executable.threads = tuple(layers), threads
+        executable.layers, executable.threads = read.layers, threads
         if isinstance(program, torch.nn.Module):
             executable.uncompiled = _uncompiled(program, example_inputs, executable)
         if background and budget_s > 0:
             known = TuningDatabase(target, user_cache(), excess_precision=excess_precision) if cache is True else database
-            executable.search_on(lambda: chooser(graph, target, float(budget_s), None, known))
-        if place is not None:
-            place.keep(executable, read, float(budget_s))
+            executable.search_on(lambda: chooser(graph, there, float(budget_s), None, known))
+        if place is not None and as_read is not None:
+            place.keep(executable, as_read, float(budget_s))
         return executable
 
 

@@ -27,6 +27,7 @@ FLOORS = (
     {"runtime"},
     {"report"},
     {"program"},
+    {"any_shape"},
     {"compiler"},
     {"product", "m_dispatch"},
     {"linear", "jax"},

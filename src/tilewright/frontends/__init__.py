@@ -23,10 +23,12 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
+from typing import cast
 
 from tilewright.digests import stamp_of
 from tilewright.discovery import in_turn, modules
 from tilewright.errors import InputError, UnsupportedError, check_type
+from tilewright.ir.dims import Dim, Scope, as_dim, spelt
 from tilewright.ir.graph import Graph
 from tilewright.ir.ops import Input
 from tilewright.ir.types import TensorType, TupleType
@@ -55,6 +57,9 @@ class LoadOptions:
         fixed: value of an input of one element by name: it becomes a constant of the program (ONNX), so that an `If` on it is
             read as the branch it takes.
         seen_dims: shape of an array at hand for an input by name: it binds what nothing else binds.
+        dims: extents that stay open, by the name that the program has for them, each a `Dim` or its bounds `(low, high)`; True
+            leaves all open that the program does.
+        scope: where the open extents are kept, with what reading took for granted about them (`ir/dims.py`).
         follow_links: read data beside an ONNX model through any symbolic link; else only through those that stay in the model's
             folder, or in the Hugging Face cache that holds it.
 
@@ -70,9 +75,14 @@ class LoadOptions:
     fixed: Mapping[str, bool | float] = field(default_factory=dict[str, "bool | float"])
     seen_dims: Mapping[str, tuple[int, ...]] = field(default_factory=dict[str, tuple[int, ...]])
     follow_links: bool = False
+    dims: Mapping[str, object] | bool = False
+    scope: Scope = field(default_factory=Scope)
 
     def __post_init__(self) -> None:
         check_type(self.input_dims, Mapping, "input_dims", '{"x": (1, 128)}')
+        check_type(self.dims, (Mapping, bool), "dims", '{"batch": (1, 64), "seq": (1, 512)}')
+        if isinstance(self.dims, Mapping):
+            object.__setattr__(self, "dims", {name: as_dim(name, given) for name, given in self.dims.items()})
         check_type(self.fixed, Mapping, "fixed", '{"use_cache_branch": True}')
         for name, value in self.fixed.items():
             check_type(value, (bool, int, float), f"fixed value of {name!r}", "True, False or a number")
@@ -84,6 +94,16 @@ class LoadOptions:
             for extent in extents:
                 if not hasattr(extent, "__index__") or extent < 0:
                     raise InputError(f"{extent!r} is no extent", where=name, hint="a whole number, 0 or more")
+
+    def open_extent(self, name: str) -> int | None:
+        """The extent of this name in the program, where it is to stay open; None where it is not."""
+        if isinstance(self.dims, bool):
+            return self.scope.extent(Dim(spelt(name))) if self.dims else None
+        given = self.dims.get(name)
+        if given is None:
+            return None
+        dim = cast("Dim", given)
+        return self.scope.extent(Dim(spelt(name), dim.low, dim.high, dim.multiple_of))
 
 
 @contextlib.contextmanager

@@ -6,10 +6,25 @@ from collections.abc import Sequence
 
 import torch
 
-from tilewright.dtype import DType
+from tilewright.dtype import S64, DType
+from tilewright.ir.dims import is_open
 from tilewright.ir.graph import Node
 from tilewright.ir.literal import literal
-from tilewright.ir.ops import Broadcast, Concat, Const, Convert, Input, Item, Map, Overflow, Reduce, Reshape, Slice, Transpose
+from tilewright.ir.ops import (
+    Broadcast,
+    Concat,
+    Const,
+    Convert,
+    Extents,
+    Input,
+    Item,
+    Map,
+    Overflow,
+    Reduce,
+    Reshape,
+    Slice,
+    Transpose,
+)
 from tilewright.ir.types import Shape, TensorType, TupleType, normalize_axis
 
 
@@ -21,6 +36,13 @@ def input_(label: str, dtype: DType, shape: Sequence[int]) -> Node:
 def const(value: bool | float | int | Sequence[float] | torch.Tensor, dtype: DType | None = None) -> Node:
     """A constant from numbers or a tensor (kept by reference)."""
     return Node(Const(literal(value, dtype)))
+
+
+def extents(values: Sequence[int], *, single: bool = False) -> Node:
+    """Extents as s64 numbers: a vector, or the only one without an axis; a constant unless one is open."""
+    if is_open(values):
+        return Node(Extents(tuple(values), single))
+    return const(torch.tensor(values[0] if single else list(values), dtype=torch.int64), S64)
 
 
 def map_(fn: str, *args: Node) -> Node:

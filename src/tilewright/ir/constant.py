@@ -11,8 +11,10 @@ import torch
 
 from tilewright.dtype import PRED
 from tilewright.ir.build import const
+from tilewright.ir.dims import Scope, scope_of
 from tilewright.ir.evaluate import evaluate_nodes
 from tilewright.ir.graph import Node, toposort
+from tilewright.ir.instance import nodes_at
 from tilewright.ir.ops import (
     Broadcast,
     Call,
@@ -69,11 +71,25 @@ _masks: WeakKeyDictionary[Node, bool | None] = WeakKeyDictionary()
 
 def _everywhere(mask: Node) -> bool | None:
     """The value of a pred that is the same everywhere; None if it differs or is not known."""
+    if mask not in _masks and mask.tensor.open:
+        scope, now = _example(mask)
+        found = _everywhere(now)
+        if found is not None:
+            scope.found(
+                f"a mask holds {found} everywhere", lambda values: _everywhere(nodes_at((mask,), values)[mask]) is found
+            )
+        _masks[mask] = found
     if mask not in _masks:
         values = constant_value(mask, LARGEST_MASK, MASK_NODES)
         known = values is not None and values.numel() > 0 and values.any() == values.all()
         _masks[mask] = bool(values.any()) if values is not None and known else None
     return _masks[mask]
+
+
+def _example(node: Node) -> tuple[Scope, Node]:
+    """The scope of a node with open extents, and the node for the hints."""
+    scope = cast("Scope", scope_of(node.shape))
+    return scope, nodes_at((node,), scope.hints)[node]
 
 
 def scalar_like(value: float, node: Node) -> Node:
@@ -160,7 +176,7 @@ def _made_of(node: Node, max_nodes: int) -> set[Node] | None:
     stack = [node]
     while stack:
         n = stack.pop()
-        if isinstance(n.type, TupleType):
+        if isinstance(n.type, TupleType) or n.type.open:
             return None
         if isinstance(n.op, (Const, Iota)):
             continue

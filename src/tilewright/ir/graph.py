@@ -28,6 +28,7 @@ import numpy as np
 from tilewright import deadline
 from tilewright.dtype import DType
 from tilewright.errors import TypeMismatchError
+from tilewright.ir.dims import plain_index
 from tilewright.ir.types import Shape, TensorType, TupleType, Type
 
 if TYPE_CHECKING:
@@ -358,7 +359,7 @@ def _bool(value: Any) -> bool:
 
 def _int(value: Any) -> int:
     try:
-        return int(operator.index(value))
+        return plain_index(value)
     except TypeError:
         raise _WrongError("a whole number") from None
 

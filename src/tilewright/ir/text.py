@@ -15,8 +15,10 @@
       return "y" %6
     }
 
-Attributes left out take their defaults; `//` starts a comment. Small constants stand in the text; a large one is a reference
-`@"name"` to be found in the `literals` given to `parse`. Lines `origin %2 "…"` and `note "…"` keep what reports show.
+Extents that are open (`ir/dims.py`) are written out, as in `f32[batch,seq*768]`; a line for each dim comes first,
+`dim seq low=1 high=512 hint=31`, and one for each guard, `guard seq < 64`. Attributes left out take their defaults; `//` starts
+a comment. Small constants stand in the text; a large one is a reference `@"name"` to be found in the `literals` given to
+`parse`. Lines `origin %2 "…"` and `note "…"` keep what reports show.
 """
 
 from __future__ import annotations
@@ -34,7 +36,9 @@ import torch
 import tilewright.ir.ops as _ops
 from tilewright.dtype import BY_NAME, OPAQUE, U64, DType
 from tilewright.errors import InputError, TilewrightError
+from tilewright.ir.dims import Dim, Extent, Guard, Scope, bounds_of, hint_of
 from tilewright.ir.graph import OPS, Graph, Node, Op, attributes, toposort
+from tilewright.ir.instance import dims_of
 from tilewright.ir.literal import Literal, literal
 from tilewright.ir.tokens import Tokens
 from tilewright.ir.types import TensorType, TupleType
@@ -79,7 +83,7 @@ class _Printer:
             return "none"
         if isinstance(v, float):
             return repr(v)
-        if isinstance(v, (int, DType, TensorType)):
+        if isinstance(v, (int, Extent, DType, TensorType)):
             return str(v)
         if isinstance(v, str):
             return json.dumps(v)
@@ -134,10 +138,21 @@ def print_with_literals(graph: Graph, literals: dict[str, Literal] | None = None
     """
     p = _Printer(literals)
     local = p.block([*graph.inputs, *graph.outputs], "  ")
+    scope = dims_of(graph)
+    first = [] if scope is None else [f"  {line}" for line in _of_scope(scope)]
     lines = [f"  origin {name} {json.dumps(graph.origins[n])}" for n, name in local.items() if n in graph.origins]
     lines += [f"  note {json.dumps(note)}" for note in graph.notes]
     lines += [f"  return {json.dumps(name)} {local[n]}" for name, n in zip(graph.output_names, graph.outputs, strict=True)]
-    return "\n".join([f"graph {json.dumps(graph.name)} {{", *p.lines, *lines, "}", ""]), p.literals
+    return "\n".join([f"graph {json.dumps(graph.name)} {{", *first, *p.lines, *lines, "}", ""]), p.literals
+
+
+def _of_scope(scope: Scope) -> list[str]:
+    """The lines for dims and guards; facts that were found out otherwise are comments."""
+    lines: list[str] = []
+    for dim in scope.dims.values():
+        by = f" multiple_of={dim.multiple_of}" if dim.multiple_of > 1 else ""
+        lines.append(f"dim {dim.name} low={dim.low} high={dim.high}{by} hint={scope.hints[dim.name]}")
+    return [*lines, *(f"guard {g}" if isinstance(g, Guard) else f"// found: {g}" for g in scope.guards)]
 
 
 def print_expression(root: Node, names: Mapping[Node, str] | None = None) -> str:
@@ -172,15 +187,17 @@ MAX_NESTING = 20
 _BLANK = r"(?:\s|//[^\n]*+)*+"  # possessive: no part of a comment is ever tried as a token
 _TOKEN = re.compile(
     _BLANK + r'(?:(?P<string>"(?:[^"\\\n]|\\.)*+")|(?P<ref>%[0-9]+)|(?P<number>-?(?:[0-9][0-9.]*(?:e[-+]?[0-9]+)?|inf\b))'
-    r"|(?P<word>[A-Za-z_][A-Za-z0-9_]*)|(?P<punct>[(){}\[\]=:,@]))"
+    r"|(?P<word>[A-Za-z_][A-Za-z0-9_]*)|(?P<punct>[=!]=|>=|[(){}\[\]=:,@*%+<-]))"
 )
+_ARITHMETIC = (("punct", "*"), ("punct", "+"), ("punct", "-"))
 _WORDS = {"true": True, "false": False, "none": None, "nan": math.nan}
 T = TypeVar("T")
 
 
 class _Parser(Tokens):
-    def __init__(self, text: str, literals: Mapping[str, Literal]) -> None:
+    def __init__(self, text: str, literals: Mapping[str, Literal], scope: Scope) -> None:
         self.literals = literals
+        self.scope = scope
         self.tokens: list[tuple[str, str, int]] = []
         self.at = 0
         self._depth = 0
@@ -250,7 +267,11 @@ class _Parser(Tokens):
         origins: dict[Node, str] = {}
         notes: list[str] = []
         while not self.accept("punct", "}"):
-            if self.accept("word", "return"):
+            if self.accept("word", "dim"):
+                self.dim()
+            elif self.accept("word", "guard"):
+                self.guard()
+            elif self.accept("word", "return"):
                 outputs.append((self.string(), self.reference(scope)))
             elif self.accept("word", "origin"):
                 node = self.reference(scope)
@@ -342,10 +363,82 @@ class _Parser(Tokens):
         return TensorType(BY_NAME[word], tuple(self.sequence(self.extent, "]")))
 
     def extent(self) -> int:
-        found = self.number()
-        if not isinstance(found, int) or found < 0:
+        plain = self.peek()[0] == "number" and self.after() not in _ARITHMETIC
+        found = self.number() if plain else self.whole()
+        if not isinstance(found, (int, Extent)) or hint_of(found) < 0:
             self.fail("an extent", self.at - 1)
         return found
+
+    def whole(self) -> int:
+        """A whole number, or a polynomial in dims: terms of factors, in brackets where one is a quotient or remainder."""
+        total = 0
+        sign = -1 if self.accept("punct", "-") else 1
+        while True:
+            product = self.factor()
+            while self.accept("punct", "*"):
+                product = product * self.factor()
+            total = total + sign * product
+            if self.accept("punct", "+"):
+                sign = 1
+            elif self.accept("punct", "-"):
+                sign = -1
+            else:
+                return total
+
+    def factor(self) -> int:
+        if self.accept("punct", "("):
+            found = self.nested(self.whole)
+            if self.accept("word", "div"):
+                found = found // self.divisor()
+            elif self.accept("punct", "%"):
+                found = found % self.divisor()
+            self.take("punct", ")")
+            return found
+        if self.peek()[0] == "word":
+            name = self.take("word")
+            if name not in self.scope.dims:
+                self.fail("a dim", self.at - 1)
+            return self.scope.extent(self.scope.dims[name])
+        found = self.number()
+        if not isinstance(found, int):
+            self.fail("a whole number", self.at - 1)
+        return found
+
+    def divisor(self) -> int:
+        found = self.factor()
+        if bounds_of(found)[0] <= 0:
+            self.refuse(f"{found} may divide by nothing")
+        return found
+
+    def dim(self) -> None:
+        """A dim's line: its name, bounds and hint."""
+        name, given = self.take("word"), dict[str, int]()
+        while self.peek()[0] == "word" and self.peek()[1] in ("low", "high", "multiple_of", "hint"):
+            key = self.take("word")
+            self.take("punct", "=")
+            given[key] = self.factor()
+        hint = given.pop("hint", None)
+        try:
+            dim = Dim(name, **given)
+            if hint is not None:
+                self.scope.expect({name: hint})
+            self.scope.extent(dim)
+        except InputError as error:
+            self.refuse(error.what)
+
+    def guard(self) -> None:
+        """A guard's line: two extents with a relation between them."""
+        left = self.whole()
+        sign = next((s for s in ("==", "!=", "<", ">=") if self.accept("punct", s)), None)
+        if sign is None:
+            self.fail("==, !=, < or >=")
+        guard = Guard("==" if sign in ("==", "!=") else "<", left, self.whole(), sign in ("==", "<"))
+        self.scope.guards[guard] = None
+
+    def after(self) -> tuple[str, str]:
+        """The kind and text of the token after the next."""
+        kind, text, _ = self.tokens[min(self.at + 1, len(self.tokens) - 1)]
+        return kind, text
 
     def number(self) -> int | float:
         text = self.take("number")
@@ -358,8 +451,10 @@ class _Parser(Tokens):
         kind, _ = self.peek()
         if kind == "string":
             return self.string()
-        if kind == "number":
+        if kind == "number" and self.after() not in _ARITHMETIC:
             return self.number()
+        if kind == "number" or self.peek() in (("punct", "("), ("punct", "-")) or self.peek()[1] in self.scope.dims:
+            return self.whole()
         if self.accept("punct", "["):
             return self.nested(lambda: tuple(self.sequence(self.value, "]")))
         if self.accept("punct", "@"):
@@ -390,10 +485,11 @@ class _Parser(Tokens):
         return math.nan if self.accept("word", "nan") else self.number()
 
 
-def parse(text: str, literals: Mapping[str, Literal] | None = None) -> Graph:
-    """The graph that `text` describes: the same nodes, not merely equal ones, as those it was printed from.
+def parse(text: str, literals: Mapping[str, Literal] | None = None, scope: Scope | None = None) -> Graph:
+    """The graph that `text` describes: the same nodes, not merely equal ones, as those it was printed from. (Where extents are
+    open, the same if their `scope` is given.)
 
     Raises:
         InputError: malformed text, a type that is not the one inferred, or a large constant without data; says in which line.
     """
-    return _Parser(text, literals or {}).graph()
+    return _Parser(text, literals or {}, scope or Scope()).graph()

@@ -1,18 +1,17 @@
 """The type of a value: an element type and a shape, or a tuple of such.
 
-Shapes are concrete today. `Dim` is where a bounded symbolic extent ("tokens", 1 to 4096) will go: an axis is typed `int` here
-and only `shape` handling in this file, `text.py` and the problem need to learn of it.
+An extent is a whole number, or one that is still open (`dims.py`): code here and elsewhere treats both as numbers.
 """
 
 from __future__ import annotations
 
 import math
-import operator
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 from tilewright.dtype import OPAQUE, DType
 from tilewright.errors import InputError, TypeMismatchError
+from tilewright.ir.dims import is_open, plain_index
 
 Shape = tuple[int, ...]
 
@@ -27,7 +26,7 @@ class TensorType:
     def __post_init__(self) -> None:
         shape = () if self.dtype is OPAQUE else self.shape
         if shape is not self.shape or type(shape) is not tuple or any(type(d) is not int for d in shape):
-            object.__setattr__(self, "shape", tuple(operator.index(d) for d in shape))
+            object.__setattr__(self, "shape", tuple(map(plain_index, shape)))
 
     def __str__(self) -> str:
         return "opaque" if self.dtype is OPAQUE else f"{self.dtype}[{','.join(map(str, self.shape))}]"
@@ -35,6 +34,11 @@ class TensorType:
     @property
     def rank(self) -> int:
         return len(self.shape)
+
+    @property
+    def open(self) -> bool:
+        """Tell whether an extent is not known yet."""
+        return is_open(self.shape)
 
     @property
     def elements(self) -> int:

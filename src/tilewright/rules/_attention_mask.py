@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import reduce
 from typing import Literal, cast
 
@@ -14,7 +14,9 @@ from tilewright.dtype import PRED, DType
 from tilewright.ir.axes import Placed, broadcast_aligned
 from tilewright.ir.build import const, convert, map_
 from tilewright.ir.constant import repeating_value, scalar_value
+from tilewright.ir.dims import extent_at, scope_of
 from tilewright.ir.graph import Node
+from tilewright.ir.instance import nodes_at
 from tilewright.ir.ops import Broadcast, Map, Select
 from tilewright.ir.ops.attention import Causal
 from tilewright.rules._attention_parts import Slots
@@ -170,6 +172,21 @@ def sight(mask: Node, queries: int, keys: int) -> Sight:
     """The keys that a constant mask that broadcasts to [batch, heads, queries, keys] lets be seen: all; keys up to the query's
     own place, counted from the first key ("upper") or from the last ("lower"); anything else, or not constant: "other"."""
     known = _SIGHT.setdefault(mask, {})
+    scope = scope_of((queries, keys, *mask.shape))
+    if (queries, keys) not in known and scope is not None and mask.constant:
+
+        def now(values: Mapping[str, int]) -> Sight:
+            rows, columns = extent_at(queries, values), extent_at(keys, values)
+            seen = sight(nodes_at((mask,), values)[mask], rows, columns)
+            if (seen == "upper" and rows == columns) or (seen == "all" and rows == 1):
+                return "lower" if found == "lower" else seen  # which are the same here
+            return "upper" if (seen, found, columns) == ("all", "upper", 1) else seen
+
+        found: Sight | None = None
+        found = now(scope.hints)
+        if found != "other":
+            scope.found(f"a mask lets {found} be seen", lambda values: now(values) == found)
+        known[queries, keys] = found
     if (queries, keys) not in known:
         known[queries, keys] = _sight(mask, queries, keys)
     return known[queries, keys]

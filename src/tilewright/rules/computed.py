@@ -85,7 +85,7 @@ def _stays(m: Match, node: Node, root: Node, other: Node, leaf: Node, found: Seq
     return None
 
 
-@rule(Pat(Attention, where=few_queries), stage="computed")
+@rule(Pat(Attention), stage="computed")
 def compute_cached_keys_where_they_are_read(m: Match) -> Node | None:
     """attention(q, f(k, s), v) -> attention(q, k, s, v) {operands = param0, f(param1, param2), param3}; values alike
 
@@ -107,6 +107,8 @@ def compute_cached_keys_where_they_are_read(m: Match) -> Node | None:
             found = prologue_of(source)
             if found is None or all(isinstance(n.op, VIEWS) for n in found) or not all(_quick(n) for n in found):
                 continue
+            if not few_queries(node):
+                return None
             inside = {*found}
             codes = any(s.dtype.bits <= 8 and s.dtype is not PRED for n in found for s in n.src if s not in inside)
             if source.tensor.elements > root.tensor.elements or not (codes or source.tensor.elements < root.tensor.elements):

@@ -451,15 +451,16 @@ def prepare(
     first: Callable[[AnyProblem], float] | None = None,
     parts: Sequence[Part] | None = None,
     constants: Mapping[Literal, torch.Tensor] | None = None,
+    known: dict[Node, Value] | None = None,
 ) -> E:
     """Cut the graph into steps, evaluate what depends on constants alone, and choose a kernel for each gemm: for those problems
     first of which `first` gives most. `inner` compiles the regions of loops and conditionals; without it the oracle runs
     them. `made` is the kind of executable that is wanted, `parts` what the graph was cut into before, and `constants` has
-    values in place of literals' own."""
+    values in place of literals' own. `known` has values that depend on constants alone, and is given those that are found."""
     parts = parts_for(graph, target) if parts is None else parts
-    ready: dict[Node, Value] = {}
+    ready: dict[Node, Value] = {} if known is None else known
     for node in graph.nodes():
-        if isinstance(node.op, Const):
+        if isinstance(node.op, Const) and node not in ready:
             given = None if constants is None else constants.get(node.op.data)
             ready[node] = (node.op.data.tensor() if given is None else given).detach().to(target.device)
     held = graph.inputs[len(caller_inputs(graph)) :]
@@ -469,7 +470,7 @@ def prepare(
     for node, kept in zip(held, graph.state, strict=True):
         ready[node] = kept.to(target.device)
     for part in parts:
-        if part.once:
+        if part.once and not all(n in ready for n in part.outputs):
             ready.update(zip(part.outputs, _evaluate_once(part, ready, target), strict=True))
     posed = {part: Posed.of(part, ready) for part in parts if not part.once and decided(part)}
     in_turn = posed.values() if first is None else sorted(posed.values(), key=lambda p: first(p.problem), reverse=True)

@@ -47,9 +47,14 @@ def all_packed_once(
 
 
 @contextmanager
-def unwritten(tensors: Sequence[torch.Tensor]) -> Generator[None]:
-    """A block in which nobody writes to these tensors, which the caller holds: each is hashed once."""
-    token = _unwritten.set({_place(t): None for t in tensors if t.is_contiguous()})
+def unwritten(tensors: Sequence[torch.Tensor], digests: dict[tuple[int, int], bytes | None] | None = None) -> Generator[None]:
+    """A block in which nobody writes to these tensors, which the caller holds: each is hashed once. Blocks that are given the
+    same `digests` are one such block: nobody writes between them, either."""
+    known = {} if digests is None else digests
+    for t in tensors:
+        if t.is_contiguous():
+            known.setdefault(_place(t))
+    token = _unwritten.set(known)
     try:
         yield
     finally:

@@ -39,7 +39,10 @@ def test_batch_binds_first_axes_and_their_symbols():
 
 def test_extents_that_stay_open_are_named():
     m = open_model(["batch", "seq"])
-    hint = r"--input-dim @x0 batch seq with numbers for names \(input_dims=…\), or --batch N \(batch=N\) for a first axis"
+    hint = (
+        r"--input-dim @x0 batch seq with numbers for names \(input_dims=…\), --batch N \(batch=N\) for a first axis, "
+        r"or bounds: --dim \(dims=…\)"
+    )
     with pytest.raises(InputError, match=rf"axis 0 \('batch'\) has no size \(input 'x0'\)\n  try: {hint}"):
         read(m)
     with pytest.raises(InputError, match=r"axis 1 \('seq'\) has no size"):

@@ -90,6 +90,8 @@ def _type(info: onnx.ValueInfoProto, options: LoadOptions, symbols: Mapping[str,
         value = dim.dim_value if is_closed(dim) else symbols.get(dim.dim_param)
         if value is None and given is not None:
             value = given[axis]
+        if value is None:
+            value = _open(dim.dim_param or f"{info.name}.{axis}", options)
         if value is None and axis == 0 and options.batch is not None and not dim.dim_param:
             value = options.batch
         if value is None and seen is not None and len(seen) == len(info.type.tensor_type.shape.dim):
@@ -103,6 +105,16 @@ def _type(info: onnx.ValueInfoProto, options: LoadOptions, symbols: Mapping[str,
     return TensorType(dtype, checked_shape(shape, where))
 
 
+def _open(name: str, options: LoadOptions) -> int | None:
+    """The extent of a name that is to stay open: a dim, or what exporters write of dims, such as "past + seq"."""
+    found = options.open_extent(name)
+    terms = [part.strip() for part in name.split("+")]
+    if len(terms) > 1 and (found is None or options.dims is True) and all(t.isidentifier() or t.isdecimal() for t in terms):
+        parts = [int(t) if t.isdecimal() else options.open_extent(t) for t in terms]
+        return None if any(p is None for p in parts) else sum(p for p in parts if p is not None)
+    return found
+
+
 def _hint(info: onnx.ValueInfoProto) -> str:
     dims = info.type.tensor_type.shape.dim
     if not info.type.tensor_type.HasField("shape"):
@@ -110,7 +122,7 @@ def _hint(info: onnx.ValueInfoProto) -> str:
     else:
         shown = " ".join(str(d.dim_value) if is_closed(d) else d.dim_param or "N" for d in dims)
     wanted = f"--input-dim @{info.name} {shown}".replace("\n", " ")[:120]
-    return f"{wanted} with numbers for names (input_dims=…), or --batch N (batch=N) for a first axis"
+    return f"{wanted} with numbers for names (input_dims=…), --batch N (batch=N) for a first axis, or bounds: --dim (dims=…)"
 
 
 def symbolic(inputs: Sequence[onnx.ValueInfoProto]) -> bool:

@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, cast
 from tilewright.dtype import OPAQUE
 from tilewright.errors import InputError, UnsupportedError
 from tilewright.frontends.onnx.files import malformed, quoted
+from tilewright.frontends.onnx.known import KnownValues
 from tilewright.frontends.onnx.scope import Context, Scope
 from tilewright.ir.graph import Node
 
 if TYPE_CHECKING:
     import onnx
-    import torch
 
 Converted = Node | Sequence[Node | None]
 Converter = Callable[["OpNode"], Converted]
@@ -94,7 +94,7 @@ class OpNode:
     sources: tuple[Node | None, ...]
     scope: Scope
     context: Context
-    known: Callable[[Node], torch.Tensor | None]
+    known: KnownValues
     read_tensor: Callable[[onnx.TensorProto, str], Node]
     version: int = 1
 
@@ -207,12 +207,19 @@ class OpNode:
         Raises:
             Unmodelled: its value depends on an input of the model.
         """
-        value = self.known(self.input(index))
+        source = self.input(index)
+        value = self.known.listed(source)
         if value is None:
             raise Unmodelled(f"its input {index} is known only at run time")
-        if value.is_floating_point() or value.dim() > 1:
+        if not source.dtype.is_integer or source.tensor.rank > 1:
             raise self.malformed(f"input {index} of {self.op_type} is no list of integers")
-        return [int(v) for v in value.reshape(-1).tolist()]
+        return cast("list[int]", value)
+
+    def known_number(self, index: int) -> float | None:
+        """A source of one element that is known while reading, maybe an open extent; None if it is not known."""
+        source = self.input(index)
+        value = self.known.listed(source) if source.tensor.elements == 1 else None
+        return None if value is None else value[0]
 
     def axes(self, index: int, default: Sequence[int] | None = None) -> list[int] | None:
         """Axes given as source `index` (newer versions) or as attribute `axes` (older ones); `default` if neither."""

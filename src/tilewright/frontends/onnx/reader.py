@@ -215,10 +215,10 @@ class Reader:
     def _branch(self, op: OpNode) -> list[Node | None] | None:
         """Results of the branch an `If` takes, where its condition follows from shapes; None where it does not."""
         condition = op.sources[0] if op.sources else None
-        value = self._known(condition) if condition is not None and condition.dtype is not OPAQUE else None
-        if value is None or value.numel() != 1:
+        value = self._known.listed(condition) if condition is not None and condition.dtype is not OPAQUE else None
+        if value is None or len(value) != 1:
             return None
-        wanted = "then_branch" if bool(value.reshape(()).item()) else "else_branch"
+        wanted = "then_branch" if value[0] else "else_branch"
         graph = next((a.g for a in op.proto.attribute if a.name == wanted), None)
         if graph is None:
             raise malformed(f"If lacks its {wanted}", op.where)

@@ -5,13 +5,26 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from itertools import accumulate
+from typing import cast
 
 import torch
 
 from tilewright.dtype import F32, F64, PRED, S64
 from tilewright.frontends.onnx.node import OpNode, Unmodelled, converts
 from tilewright.frontends.onnx.tensors import checked_shape, element_type
-from tilewright.ir.build import broadcast, concat, const, convert, expand_dims, map_, reduce_, reshape, slice_, transpose
+from tilewright.ir.build import (
+    broadcast,
+    concat,
+    const,
+    convert,
+    expand_dims,
+    extents,
+    map_,
+    reduce_,
+    reshape,
+    slice_,
+    transpose,
+)
 from tilewright.ir.graph import Node
 from tilewright.ir.ops import Gather, Iota, Pad, Select, Slice
 
@@ -51,7 +64,7 @@ def _constant_of_shape(op: OpNode) -> Node:
 @converts("Shape", 1, 25)
 def _shape(op: OpNode) -> Node:
     shape = op.input(0).shape
-    return const(torch.tensor(shape[_bound(op, "start", 0) : _bound(op, "end", len(shape))], dtype=torch.int64))
+    return extents(shape[_bound(op, "start", 0) : _bound(op, "end", len(shape))])
 
 
 def _bound(op: OpNode, name: str, default: int) -> int:
@@ -62,7 +75,7 @@ def _bound(op: OpNode, name: str, default: int) -> int:
 
 @converts("Size", 1, 25)
 def _size(op: OpNode) -> Node:
-    return const(op.input(0).tensor.elements, S64)
+    return extents([op.input(0).tensor.elements], single=True)
 
 
 @converts("Reshape", 5, 25)
@@ -161,11 +174,11 @@ def _slice(op: OpNode) -> Node:
         extent = x.shape[a]
         if step < 0:  # unlike Python, ONNX lets a start before the first element be the first element
             start = max(start, -extent)
-        picked = range(*slice(start, stop, step).indices(extent))
         if step < 0:
-            reversed_axes.append((a, picked))
+            reversed_axes.append((a, range(*slice(start, stop, step).indices(extent))))
         else:
-            low[a], high[a], by[a] = picked.start, max(picked.start, picked.stop), step
+            first, last = (min(max(i + extent if i < 0 else i, 0), extent) for i in (start, stop))
+            low[a], high[a], by[a] = first, max(first, last), step
     if (low, high, by) != ([0] * len(x.shape), list(x.shape), [1] * len(x.shape)):
         x = Node(Slice(tuple(low), tuple(high), tuple(by)), x)
     for a, picked in reversed_axes:
@@ -238,21 +251,29 @@ def _source(index: int, extent: int, mode: str) -> int:
 
 @converts("Range", 11, 27)
 def _range(op: OpNode) -> Node:
-    limits = [op.known(op.input(i)) for i in range(3)]
-    if any(v is None or v.numel() != 1 for v in limits):
+    dtype = op.input(0).dtype
+    limits = [op.known_number(i) for i in range(3)]
+    if any(v is None for v in limits):
         raise Unmodelled("its limits are known only at run time")
-    start, stop, step = (v.reshape(()).item() for v in limits if v is not None)
+    start, stop, step = (v for v in limits if v is not None)
     if step == 0:
         raise op.malformed("Range with a step of 0")
-    dtype = op.input(0).dtype
-    count = max(math.ceil((stop - start) / step), 0) if dtype.is_float else len(range(int(start), int(stop), int(step)))
+    if dtype.is_float:
+        count = max(math.ceil((stop - start) / step), 0)
+    else:
+        count = max(-cast("int", (start - stop) // step), 0)
     checked_shape([count], op.where)
     line = Node(Iota(S64 if dtype.is_integer else F64, (count,), 0))
     if step != 1:
-        line = map_("multiply", line, const(step, line.dtype))
+        line = map_("multiply", line, convert(number(step), line.dtype))
     if start != 0:
-        line = map_("add", line, const(start, line.dtype))
+        line = map_("add", line, convert(number(start), line.dtype))
     return convert(line, dtype)
+
+
+def number(value: float) -> Node:
+    """A number that is known while reading: a float, a whole number, or an extent."""
+    return const(value, F64) if isinstance(value, float) else extents([value], single=True)
 
 
 @converts("Trilu", 14, 14)
@@ -263,7 +284,7 @@ def _trilu(op: OpNode) -> Node:
         raise op.malformed(f"Trilu of {x.type}", "it takes matrices")
     rows, columns = (Node(Iota(S64, x.shape[-2:], a)) for a in (0, 1))
     keep = "greater_equal" if op.integer("upper", 1) else "less_equal"
-    kept = map_(keep, columns, map_("add", rows, const(offset, S64)))
+    kept = map_(keep, columns, map_("add", rows, number(offset)))
     return Node(Select(), kept, x, const(False, PRED) if x.dtype is PRED else const(0, x.dtype))
 
 
@@ -316,12 +337,11 @@ def _gather_nd(op: OpNode) -> Node:
         raise op.malformed(f"GatherND from {x.type} by {indices.type}")
     indexed = x.shape[batch : batch + depth]
     strides = [math.prod(indexed[i + 1 :]) for i in range(depth)]
-    extents = const(torch.tensor(indexed, dtype=torch.int64))
-    wrapped = Node(Select(), map_("less", indices, const(0, S64)), map_("add", indices, extents), indices)
-    flat = reduce_("add", map_("multiply", wrapped, const(torch.tensor(strides, dtype=torch.int64))), [-1])
+    wrapped = Node(Select(), map_("less", indices, const(0, S64)), map_("add", indices, extents(indexed)), indices)
+    flat = reduce_("add", map_("multiply", wrapped, extents(strides)), [-1])
     if batch:
         lines = math.prod(x.shape[:batch])
-        first = map_("multiply", Node(Iota(S64, (lines,), 0)), const(math.prod(indexed), S64))
+        first = map_("multiply", Node(Iota(S64, (lines,), 0)), number(math.prod(indexed)))
         first = reshape(first, (*x.shape[:batch], *[1] * (len(flat.shape) - batch)))
         flat = map_("add", flat, first)
     rest = x.shape[batch + depth :]
@@ -332,13 +352,13 @@ def _gather_nd(op: OpNode) -> Node:
 def _one_hot(op: OpNode) -> Node:
     """`on` where a coordinate along the new axis is the index; an index outside matches none."""
     indices, values = convert(op.input(0), S64), op.input(2)
-    depth = op.known(op.input(1))
+    depth = op.known_number(1)
     if depth is None:
         raise Unmodelled("its depth is known only at run time")
-    count = int(depth.reshape(()).item())
+    count = int(depth) if isinstance(depth, float) else depth
     rank = len(indices.shape) + 1
     axis = op.axis("axis", -1, rank)
-    wrapped = Node(Select(), map_("less", indices, const(0, S64)), map_("add", indices, const(count, S64)), indices)
+    wrapped = Node(Select(), map_("less", indices, const(0, S64)), map_("add", indices, number(count)), indices)
     spread = reshape(wrapped, (*indices.shape[:axis], 1, *indices.shape[axis:]))
     hot = map_("equal", spread, expand_dims(Node(Iota(S64, (count,), 0)), axis, rank))
     off, on = (reshape(slice_(values, 0, i, i + 1), ()) for i in (0, 1))

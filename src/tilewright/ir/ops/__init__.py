@@ -6,7 +6,7 @@ from tilewright.ir.ops.functions import FUNCTIONS
 from tilewright.ir.ops.gemm import Gemm, gemm
 from tilewright.ir.ops.norm import LayerNorm, Reduce, Softmax
 from tilewright.ir.ops.shape import VIEWS, Broadcast, Concat, Gather, Iota, Pad, Reshape, Slice, Transpose, Write
-from tilewright.ir.ops.source import Acc, Call, Const, Input, Item, Param, maker_of
+from tilewright.ir.ops.source import Acc, Call, Const, Extents, Input, Item, Param, maker_of
 
 ALIASES = (*VIEWS, Item)  # operations that compute nothing: they name what another has, or a part of it
 
@@ -22,6 +22,7 @@ __all__ = [
     "Const",
     "Convert",
     "Dequantize",
+    "Extents",
     "Gather",
     "Gemm",
     "Input",

@@ -9,10 +9,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, cast
 
+from tilewright.dtype import S64
 from tilewright.errors import TypeMismatchError, UnsupportedError
 from tilewright.ir.graph import Node, Op
 from tilewright.ir.literal import Literal
-from tilewright.ir.types import TensorType, TupleType, Type
+from tilewright.ir.types import Shape, TensorType, TupleType, Type
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -59,6 +60,30 @@ class Const(Op):
 
     def evaluate(self, node: Node, src: Sequence[torch.Tensor]) -> Value:
         return self.data.tensor()
+
+
+@dataclass(frozen=True)
+class Extents(Op):
+    """Extents as numbers that a program computes with: s64, one each, or the only one without an axis.
+
+    Some are open (`ir/dims.py`), else this is a constant: `build.extents` makes either.
+    """
+
+    arity: ClassVar[int | None] = 0
+    constant_source: ClassVar[bool] = True
+
+    values: Shape
+    single: bool = False
+
+    def infer(self, *src: TensorType) -> Type:
+        if self.single and len(self.values) != 1:
+            raise TypeMismatchError(f"{len(self.values)} extents for one number")
+        return TensorType(S64, () if self.single else (len(self.values),))
+
+    def evaluate(self, node: Node, src: Sequence[torch.Tensor]) -> Value:
+        import torch
+
+        return torch.tensor([int(v) for v in self.values], dtype=torch.int64).reshape(node.shape)
 
 
 @dataclass(frozen=True)

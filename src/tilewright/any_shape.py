@@ -1,0 +1,379 @@
+"""A program for ranges: read and rewritten once with open extents, and instantiated for the shapes that it is called with.
+
+An instance is the rewritten graph with numbers for extents (`ir/instance.py`), cut into problems, with a kernel for each. It
+costs no reading, no rules and no packing of weights: what holds no open extent is the same node in all instances, and a product
+packs its weight in one order for all. Kernels are those that were measured for the nearest shape that was, else what the cost
+model names first; either passes its check. Where no shape near was measured, a search may go on behind the instance.
+
+The rules decided some things for one example of the extents. Where a shape would have had them decide otherwise, the program is
+read and rewritten anew, for it and those like it; that is a *region*.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, cast
+
+import torch
+
+from tilewright.errors import InputError, TypeMismatchError, UnsupportedError, counted
+from tilewright.hardware.target import Target
+from tilewright.ir.dims import Dim, Scope
+from tilewright.ir.graph import Graph, Node, label_of
+from tilewright.ir.instance import dims_of, instance_of, values_for
+from tilewright.ir.pattern import Trace
+from tilewright.ir.state import caller_inputs
+from tilewright.ir.types import TensorType
+from tilewright.program import Program, Report
+from tilewright.report.schema import Explain
+from tilewright.rules.calibrate import Layer
+from tilewright.runtime.background import Chooser
+from tilewright.runtime.executable import Decide
+from tilewright.runtime.partition import Part, decided, parts_for, problem_of_part
+from tilewright.schedule.buckets import PackingVariants
+from tilewright.schedule.candidate import Candidate, discover
+from tilewright.schedule.packed import unwritten
+from tilewright.schedule.problem import AnyProblem, Problem
+from tilewright.schedule.search import Decision, search
+from tilewright.schedule.tuning_database import TuningDatabase
+
+if TYPE_CHECKING:
+    from tilewright.ir.graph import Value
+
+KEPT = 64  # instances
+NEAR = 2.0  # times as much of each dim, or as little, for which what was measured serves
+MOST_REGIONS = 16
+
+Values = tuple[tuple[str, int], ...]
+Key = tuple[Node, ...]
+
+
+@dataclass(frozen=True)
+class Reading:
+    """A program with open extents, as read and as rewritten.
+
+    Attributes:
+        source, graph: before and after the rules.
+        trace: what these did.
+        layers: what quantising did to each product.
+        scope: its dims, and the guards under which it holds.
+    """
+
+    source: Graph
+    graph: Graph
+    trace: Trace
+    layers: tuple[Layer, ...]
+    scope: Scope
+
+
+@dataclass
+class _Region:
+    """A reading, what is the same in all of its instances, and the choices made for some."""
+
+    reading: Reading
+    constants: dict[Node, Value] = field(default_factory=dict["Node", "Value"])
+    digests: dict[tuple[int, int], bytes | None] = field(default_factory=dict[tuple[int, int], "bytes | None"])
+    packings: dict[Key, Candidate] = field(default_factory=dict[Key, Candidate])
+    anchors: dict[Key, list[tuple[dict[str, int], Decision]]] = field(
+        default_factory=dict[Key, list[tuple[dict[str, int], Decision]]]
+    )
+
+
+Read = Callable[[Scope], Reading]
+Make = Callable[[Graph, Trace, Sequence[Part], Decide, "dict[Node, Value]"], Program]
+Search = Callable[[Graph, Sequence[Part], float], Chooser]
+
+
+class AnyShape:
+    """A program for any shapes within the bounds of its dims: call it as one calls a `Program`.
+
+    The first call with a shape makes an instance: it builds and checks kernels, and no more. The last `KEPT` are kept.
+
+    Attributes:
+        target: where it runs.
+        compiled: how many times the program was read and rewritten: once, unless a shape made rules decide otherwise.
+        made: how many instances were made.
+    """
+
+    target: Target
+    compiled: int
+    made: int
+
+    def __init__(
+        self,
+        first: Reading,
+        read: Read,
+        make: Make,
+        search_for: Search,
+        target: Target,
+        *,
+        budget_s: float,
+        background: bool,
+        database: TuningDatabase | None,
+        threads: int | None,
+    ) -> None:
+        """Made by `compile(…, dims=…)`.
+
+        Args:
+            first: the program as read first.
+            read: the program with the extents of a scope.
+            make: an instance: its graph, trace, parts, choice of kernels, and values that are known.
+            search_for: the choice of kernels within so many seconds.
+            target: where it runs.
+            budget_s: seconds for measuring, at one shape.
+            background: search on behind instances of shapes near which nothing was measured.
+            database: what is known of problems.
+            threads: threads for calls on a CPU.
+        """
+        self.target, self._threads, self._budget_s, self._background = target, threads, budget_s, background
+        self._read, self._make, self._search_for, self._database = read, make, search_for, database
+        self._regions = [_Region(first)]
+        self._kept: OrderedDict[Values, Program] = OrderedDict()
+        self._decided: dict[AnyProblem, Decision] = {}
+        self._lock = threading.RLock()
+        self._inputs = [(label_of(n), n.tensor) for n in caller_inputs(first.source)]
+        self.compiled, self.made = 1, 0
+        if budget_s > 0 and not background:
+            self._measure(middle(first.scope))
+
+    def __repr__(self) -> str:
+        """One line: the dims, where, and how many instances there are."""
+        ranges = ", ".join(f"{d.name} {d.low}..{d.high}" for d in self.dims.values())
+        return f"<tilewright program for {ranges} on {self.target.device}: {counted(len(self._kept), 'shape')} kept>"
+
+    @property
+    def dims(self) -> dict[str, Dim]:
+        """The dims, by name."""
+        return dict(self._regions[0].reading.scope.dims)
+
+    @property
+    def input_types(self) -> dict[str, TensorType]:
+        """The inputs by name, in call order; extents may be open."""
+        return dict(self._inputs)
+
+    @property
+    def source(self) -> Graph:
+        """The graph as read, with open extents."""
+        return self._regions[0].reading.source
+
+    @property
+    def graph(self) -> Graph:
+        """The graph as rewritten, with open extents."""
+        return self._regions[0].reading.graph
+
+    @property
+    def layers(self) -> tuple[Layer, ...]:
+        """What quantising a float model did to each product."""
+        return self._regions[0].reading.layers
+
+    @property
+    def guards(self) -> list[str]:
+        """What rules took for granted, of each region: shapes for which it does not hold are compiled anew."""
+        return [" and ".join(map(str, r.reading.scope.guards)) for r in self._regions]
+
+    def __call__(self, *args: object, **kwargs: object) -> object:
+        """Run it on arrays; their shapes say what the dims are.
+
+        Raises:
+            InputError: an input is missing, unknown, or of a type or a shape that the program does not take.
+        """
+        return self.at(**self.values_of(args, kwargs))(*args, **kwargs)
+
+    def values_of(self, args: Sequence[object], kwargs: Mapping[str, object]) -> dict[str, int]:
+        """The values of the dims for arrays as they are given to a call.
+
+        Raises:
+            InputError: an array is missing, or of a shape that the program does not take.
+        """
+        given = dict(zip((name for name, _ in self._inputs), args, strict=False)) | dict(kwargs)
+        shapes = {name: tuple(cast("Sequence[int]", getattr(a, "shape", ()))) for name, a in given.items()}
+        return values_for(self.source, shapes)
+
+    def at(self, **values: int) -> Program:
+        """The instance for values of the dims, by name.
+
+        Raises:
+            InputError: a value is missing, or outside its bounds.
+        """
+        for name, dim in self.dims.items():
+            if name not in values:
+                raise InputError(f"no value for dim {name!r}", where=self.source.name, hint=f"one of {dim}")
+            if values[name] not in dim:
+                raise InputError(f"{name} = {values[name]} is outside {dim}", where=self.source.name)
+        key = tuple(sorted(values.items()))
+        with self._lock:
+            found = self._kept.get(key)
+            if found is None:
+                found = self._kept[key] = self._instance(values, self._choice)
+                while len(self._kept) > KEPT:
+                    self._kept.popitem(last=False)
+            else:
+                self._kept.move_to_end(key)
+        return found
+
+    def explain(self, **values: int) -> Report[Explain]:
+        """Account for every product of one instance, that of the middle of all ranges where no values are given."""
+        return self.at(**(values or middle(self._regions[0].reading.scope))).explain()
+
+    def _measure(self, values: Mapping[str, int]) -> None:
+        """Choose kernels for one shape by measuring, as for a program of that shape alone."""
+
+        def choice(
+            region: _Region, at: Mapping[str, int], graph: Graph, parts: Sequence[Part], keys: Mapping[Part, Key]
+        ) -> Decide:
+            decide = self._search_for(graph, parts, self._budget_s)
+            of_problem: dict[AnyProblem, list[Key]] = {}
+            for part, key in keys.items():
+                of_problem.setdefault(problem_of_part(part)[0], []).append(key)
+
+            def chosen(problem: AnyProblem, weights: Mapping[int, torch.Tensor]) -> Decision:
+                decision = decide(problem, weights)
+                for key in of_problem.get(problem, ()):
+                    region.anchors.setdefault(key, []).append((dict(at), decision))
+                self._decided[problem] = decision
+                return decision
+
+            return chosen
+
+        with self._lock:
+            self._kept[tuple(sorted(values.items()))] = self._instance(values, choice)
+
+    def _instance(
+        self,
+        values: Mapping[str, int],
+        choice: Callable[[_Region, Mapping[str, int], Graph, Sequence[Part], Mapping[Part, Key]], Decide],
+    ) -> Program:
+        for region in self._regions:
+            if not region.reading.scope.failing(values):
+                try:
+                    made, became = instance_of(region.reading.graph, values)
+                except TypeMismatchError:  # something was taken to differ that does not here
+                    continue
+                break
+        else:
+            region = self._new_region(values)
+            made, became = instance_of(region.reading.graph, values)
+        parts = parts_for(made, self.target)
+        came_from: dict[Node, Node] = {}
+        for node, now in became.items():
+            came_from.setdefault(now, node)
+        keys = {p: tuple(came_from.get(n, n) for n in p.outputs) for p in parts if not p.once and decided(p)}
+        decide = choice(region, values, made, parts, keys)
+        reading = region.reading
+        held = [v for v in region.constants.values() if isinstance(v, torch.Tensor)]
+        with unwritten(held, region.digests):
+            program = self._make(made, reading.trace, parts, decide, region.constants)
+        lasting = {n for n, now in became.items() if n is now}
+        for node in [n for n in region.constants if n not in lasting]:
+            del region.constants[node]
+        program.read_source(lambda: instance_of(reading.source, values)[0])
+        program.layers, program.threads = reading.layers, self._threads
+        for step in program.steps:
+            key = keys.get(step.part)
+            if key is not None and step.decision is not None and key not in region.packings:
+                family = _packing(step.decision)
+                if family is not None:
+                    region.packings[key] = family
+        self.made += 1
+        return program
+
+    def _new_region(self, values: Mapping[str, int]) -> _Region:
+        if len(self._regions) >= MOST_REGIONS:
+            self._regions.pop(1)
+        shown = ", ".join(f"{name} = {value}" for name, value in values.items())
+        for hints in (_like(values, self._regions[0].reading.scope), values):
+            try:
+                reading = self._read(Scope().expect(hints))
+            except InputError as error:
+                raise InputError(error.what, where=f"{self.source.name} for {shown}", hint=error.hint) from error
+            self.compiled += 1
+            if not reading.scope.failing(values):
+                self._regions.append(_Region(reading))
+                return self._regions[-1]
+        raise UnsupportedError(f"rules do not settle for {shown}", where=self.source.name, hint="compile for that shape alone")
+
+    def _choice(
+        self, region: _Region, at: Mapping[str, int], graph: Graph, parts: Sequence[Part], keys: Mapping[Part, Key]
+    ) -> Decide:
+        """The choice of kernels without measuring: by the nearest shape that was measured, else by the cost model."""
+        key_of = {problem_of_part(part)[0]: key for part, key in keys.items()}
+
+        def chosen(problem: AnyProblem, weights: Mapping[int, torch.Tensor]) -> Decision:
+            if problem not in self._decided:
+                key = key_of.get(problem, ())
+                self._decided[problem] = self._unmeasured(problem, weights, region, key, at)
+            return self._decided[problem]
+
+        return chosen
+
+    def _unmeasured(
+        self, problem: AnyProblem, weights: Mapping[int, torch.Tensor], region: _Region, key: Key, at: Mapping[str, int]
+    ) -> Decision:
+        known, packing = self._database, region.packings.get(key)
+        near = min(region.anchors.get(key, ()), key=lambda a: distance(a[0], at), default=None)
+        if near is not None and distance(near[0], at) <= math.log(NEAR):
+            kernel = near[1].kernel
+            if known is not None:
+                same = known.again(problem, kernel.candidate, kernel.schedule, weights)
+                if same is not None:
+                    return same
+        among = None if packing is None else [packing]
+        if among is not None:
+            try:
+                return search(problem, self.target, budget_s=0, candidates=among, weights=weights)
+            except UnsupportedError:  # it has no such point for just these extents
+                pass
+        if known is None:
+            return search(problem, self.target, budget_s=0, weights=weights)
+        others = known.candidates(problem)
+        how = lambda: search(problem, self.target, budget_s=0, candidates=others, weights=weights)  # noqa: E731
+        return known.settle(problem, weights, how)
+
+
+def _packing(decision: Decision) -> Candidate | None:
+    """The candidate of a decision held to the order in which it packs weights; None where it packs none in an order."""
+    kernel = decision.kernel
+    found = next((c for c in discover() if c.name == kernel.candidate), None)
+    if found is None or found.packing_knobs is None or not isinstance(decision.problem, Problem):
+        return None
+    return PackingVariants.of(found, tuple((k, v) for k, v in kernel.schedule.knobs if k in found.packing_knobs))
+
+
+def distance(a: Mapping[str, int], b: Mapping[str, int]) -> float:
+    """How far apart two shapes are: the logarithm of the largest ratio between values of a dim."""
+    return max((abs(math.log(max(a[n], 1) / max(b[n], 1))) for n in a), default=0.0)
+
+
+def middle(scope: Scope) -> dict[str, int]:
+    """The geometric middle of each dim's range."""
+    found: dict[str, int] = {}
+    for name, dim in scope.dims.items():
+        by = dim.multiple_of
+        value = round(math.sqrt(max(dim.low, 1) * max(dim.high, 1)) / by) * by
+        found[name] = min(max(value, -(-dim.low // by) * by), dim.high // by * by)
+    return found
+
+
+def _like(values: Mapping[str, int], scope: Scope) -> dict[str, int]:
+    """An example of each dim for which all guards are answered as for these values, and that is unlike constants of programs,
+    where there is one near."""
+    guards, wanted = list(scope.guards), {g: g.holds(values) for g in scope.guards}
+    found = dict(values)
+    for name, dim in scope.dims.items():
+        for k in range(1, 200):
+            value = values[name] + k * dim.multiple_of * (1 if values[name] + k * dim.multiple_of <= dim.high else -1)
+            if value in dim and value > 1 and all(value % p for p in (2, 3, 5, 7) if dim.multiple_of == 1 and value > p):
+                tried = {**found, name: value}
+                if all(g.holds(tried) is wanted[g] for g in guards):
+                    found = tried
+                    break
+    return found
+
+
+def open_dims(graph: Graph) -> bool:
+    """Tell whether an input of a graph has an open extent."""
+    return dims_of(graph) is not None
