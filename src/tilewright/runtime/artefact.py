@@ -32,6 +32,7 @@ from tilewright.candidates import split
 from tilewright.candidates.llvm.normalization.candidate import checked
 from tilewright.candidates.llvm.runtime import calls, engine, image, pool
 from tilewright.candidates.llvm.runtime.run import behind
+from tilewright.candidates.triton.saved import launched
 from tilewright.dtype import U8
 from tilewright.errors import LOGGER, InputError, UnsupportedError, say
 from tilewright.files import open_own, whole_file
@@ -63,7 +64,7 @@ from tilewright.runtime.partition import Kind as PartKind
 from tilewright.runtime.partition import Part
 from tilewright.schedule.candidate import Kernel, Runner, Schedule, concerns, discover, plan_for
 from tilewright.schedule.problem import AnyProblem, FusionProblem, Problem, ProblemKind
-from tilewright.schedule.recipe import Built, Called, Prepared, Recipe, Split, recipe_of
+from tilewright.schedule.recipe import Built, Called, Launched, Prepared, Recipe, Split, recipe_of
 from tilewright.schedule.record import RejectedRecord, Time
 from tilewright.schedule.search import Decision, Rejected
 from tilewright.schedule.tuning_database import TuningDatabase, user_cache
@@ -86,6 +87,9 @@ _VERSIONED = (
     "tilewright.candidates.llvm.runtime.scratch",
     "tilewright.candidates.llvm.normalization.candidate",
     "tilewright.candidates.split",
+    "tilewright.candidates.triton.saved",
+    "tilewright.candidates.triton.runtime.cubin",
+    "tilewright.candidates.triton.runtime.launch",
     "tilewright.schedule.recipe",
 )
 
@@ -698,6 +702,7 @@ class _Reader(Generic[E]):
             releasable=frozenset(chosen.releasable),
             roundoff=chosen.roundoff,
             parts=chosen.parts,
+            place=partial(self._launched, chosen.recipe, problem) if isinstance(chosen.recipe, Launched) else None,
         )
         losers = tuple(Rejected(r.candidate, r.kind, r.why, Schedule(r.knobs), r.time_us) for r in chosen.rejected)
         how = chosen.time_us, losers, chosen.measured, chosen.verified
@@ -712,6 +717,8 @@ class _Reader(Generic[E]):
         """
         if isinstance(recipe, Built):
             return _kernel(recipe, problem, self._target).prepare(weights)
+        if isinstance(recipe, Launched):
+            return self._launched(recipe, problem, weights)
         if isinstance(recipe, Split):
             if not isinstance(problem, Problem):
                 raise self._container.broken("what is split is no gemm")
@@ -737,6 +744,16 @@ class _Reader(Generic[E]):
             raise self._container.broken("what picks by indices is no fusion")
         return checked(call, problem)
 
+    def _launched(
+        self,
+        recipe: Launched,
+        problem: AnyProblem,
+        weights: Mapping[int, torch.Tensor],
+        places: Mapping[int, torch.Tensor] | None = None,
+    ) -> Runner:
+        memory = self._container.tensor
+        return launched(recipe, problem, weights, self._target, memory, self._expression, places)
+
     def _expression(self, text: str) -> Node:
         (root,) = self._roots(text)
         return root
@@ -761,6 +778,8 @@ def _arrays_of(saved: SavedProgram) -> Sequence[str]:
 def _packed(recipe: Recipe) -> list[str]:
     if isinstance(recipe, Split):
         return [name for piece in recipe.pieces for name in _packed(piece)]
+    if isinstance(recipe, Launched):
+        return [recipe.code.binary, *(name for _, name in recipe.held)]
     called = recipe if isinstance(recipe, Called) else None if isinstance(recipe, Built) else recipe.call
     return [called.packed] if called is not None and called.packed else []
 

@@ -1,14 +1,14 @@
 """Recipes: what runs a step, as data, so that a saved program runs it again without the generator that made it.
 
 A runner is a function, of which nothing can be asked. Whoever makes one that can be made again from data says so with
-`describe`; `recipe_of` asks for it when a program is saved. A runner that nobody described (a library's call, the reference, a
-Triton kernel) is built again by its candidate (`Built`).
+`describe`; `recipe_of` asks for it when a program is saved. A runner that nobody described (a library's call, the reference) is
+built again by its candidate (`Built`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol, TypeVar
+from typing import Annotated, Literal, Protocol, TypeVar
 from weakref import WeakKeyDictionary
 
 import msgspec
@@ -70,7 +70,95 @@ class Split(msgspec.Struct, frozen=True, tag="split", forbid_unknown_fields=True
     pieces: tuple[Recipe, ...]
 
 
-Recipe = Called | Prepared | Checked | Built | Split
+_Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
+_Row = Annotated[int, msgspec.Meta(ge=0, le=65535)]
+_Extent = Annotated[int, msgspec.Meta(ge=1, lt=1 << 31)]
+_Offset = Annotated[int, msgspec.Meta(ge=0, lt=1 << 48)]
+_Signed = Annotated[int, msgspec.Meta(ge=-(1 << 31), lt=1 << 31)]
+
+
+class TensorMap(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """An array that TMA reads or writes a box at a time, as `cuTensorMapEncodeTiled` takes it (CUDA Driver API, 6.28).
+
+    Attributes:
+        offset_bytes: of its first element, from the address.
+        dtype, swizzle: numbers of `CUtensorMapDataType` and `CUtensorMapSwizzle`.
+        element_bytes: bytes of an element.
+        box, shape, strides: in elements, outer first.
+    """
+
+    offset_bytes: _Offset
+    dtype: Annotated[int, msgspec.Meta(ge=0, le=12)]
+    swizzle: Annotated[int, msgspec.Meta(ge=0, le=3)]
+    element_bytes: Literal[1, 2, 4, 8]
+    box: Annotated[tuple[Annotated[int, msgspec.Meta(ge=1, le=256)], ...], msgspec.Meta(min_length=1, max_length=5)]
+    shape: Annotated[tuple[_Extent, ...], msgspec.Meta(min_length=1, max_length=5)]
+    strides: Annotated[tuple[_Offset, ...], msgspec.Meta(min_length=1, max_length=5)]
+
+
+class MachineCode(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A GPU kernel, and how the CUDA driver starts it.
+
+    Attributes:
+        binary: name of its cubin.
+        entry: name of its function.
+        grid: blocks along x, y and z.
+        threads: threads of a block.
+        shared_bytes: dynamic shared memory of a block.
+        early: it may start before what is ahead of it on its stream has ended (programmatic dependent launch).
+        maps: the arrays that lie at its first pointers: it takes descriptors of them, each followed by extents and strides.
+        numbers: its last arguments; integers are of 32 bits, the others f32.
+    """
+
+    binary: str
+    entry: Annotated[str, msgspec.Meta(pattern="^[A-Za-z_$][A-Za-z0-9_$]*$")]
+    grid: tuple[_Count, _Row, _Row]
+    threads: Annotated[int, msgspec.Meta(ge=32, le=1024, multiple_of=32)]
+    shared_bytes: Annotated[int, msgspec.Meta(ge=0, le=1 << 20)]
+    early: bool
+    maps: tuple[TensorMap, ...]
+    numbers: tuple[_Signed | float, ...]
+
+
+class Pointer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A pointer that a GPU kernel is given: to a source or a result by its number, to scratch memory of so many bytes, or to so
+    many counters of 32 bits, which are zero before a call and after it."""
+
+    of: Literal["source", "result", "scratch", "counters"]
+    number: _Offset
+
+
+class Operand(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """An operand that torch evaluates and lays out on each call (`hopper/gemm/plan.py`, `Matrix`): the number that it has as a
+    source, its expression as text, how it lies."""
+
+    number: _Count
+    root: str
+    extents: tuple[_Extent, _Extent, _Extent]
+    strides: tuple[_Offset, _Offset, _Offset]
+    columns_last: bool
+    permuted: bool
+
+
+class Launched(msgspec.Struct, frozen=True, tag="launched", forbid_unknown_fields=True):
+    """A call of a GPU kernel (`candidates/triton/runtime/launch.py`).
+
+    Attributes:
+        code: the kernel.
+        pointers: what it is given, in order.
+        results: types of the arrays that it writes.
+        held: packed weights: numbers that they have as sources, behind the problem's own, and their names.
+        operands: sources that are made on each call.
+    """
+
+    code: MachineCode
+    pointers: tuple[Pointer, ...]
+    results: tuple[Kind, ...]
+    held: tuple[tuple[_Count, str], ...]
+    operands: tuple[Operand, ...]
+
+
+Recipe = Called | Prepared | Checked | Launched | Built | Split
 
 
 class Parts(Protocol):

@@ -13,11 +13,12 @@ from ptx import H200 as HERE
 
 from tests.candidates.triton.hopper.test_gemm import WHOLE, problem
 from tilewright.candidates.triton.hopper.gemm import run as _hopper_run
+from tilewright.candidates.triton.hopper.gemm import tma
 from tilewright.candidates.triton.hopper.gemm.plan import plan_of
 from tilewright.candidates.triton.hopper.gemm.run import compiled
 from tilewright.candidates.triton.hopper.gemm.spec import spec_of
 from tilewright.candidates.triton.hopper.gemm.tma import TmaView
-from tilewright.candidates.triton.runtime.launch import SPARE, Counters, caller, maker
+from tilewright.candidates.triton.runtime.launch import SPARE, Counters, Start, caller, maker, pointers
 from tilewright.candidates.triton.runtime.module import Built
 from tilewright.dtype import F16, S8
 from tilewright.hardware.detect import detect
@@ -78,8 +79,10 @@ def test_what_a_graph_counts_with_outlives_the_call(cuda):
 def started(monkeypatch, p, weights, start):
     """A runner whose kernel is a function of its arguments."""
     plan = plan_of(p, HERE)
-    monkeypatch.setattr(_hopper_run, "launcher", lambda *_, numbers: lambda *given: start([*given, *numbers]))
-    monkeypatch.setattr(TmaView, "at", lambda self, address, meta: [address])
+    begin = lambda *_, numbers: Start(lambda *given: start([*given, *numbers]), lambda parts: None)  # noqa: E731
+    monkeypatch.setattr(_hopper_run, "launcher", begin)
+    monkeypatch.setattr(TmaView, "map", lambda self, meta: None)
+    monkeypatch.setattr(tma, "_made", lambda m, address: [address])
     kernel = SimpleNamespace(metadata=SimpleNamespace(tensordesc_meta=[None] * 3))
     return _hopper_run.runner(spec_of(plan, replace(WHOLE, blocks=1)), Built(kernel, (0.5, -3)), weights)
 
@@ -132,16 +135,18 @@ def test_a_kernel_is_given_what_it_reads_and_what_it_writes(cuda):
     target = replace(detect("cpu"), index=0)
     types = [TensorType(F16, (3, 5)), TensorType(S8, (2, 0))]
     w = torch.randn(4, 6).t()
-    run = caller([1, 2, 0], types, lambda *pointers: started.append((cuda.device, pointers)), {2: w}, target)
+    start = Start(lambda *given: started.append((cuda.device, given)), lambda parts: None)
+    given = [*pointers("source", [1, 2, 0]), *pointers("result", [0, 1])]
+    run = caller(start, given, 3, types, {2: w}, target)
     x, flipped, moved = torch.randn(4, 4), torch.randn(4, 4).t(), torch.randn(17)[1:].view(4, 4)
     cuda.device = 1
     kept = [run([x, x, w]), run([flipped, x, w]), run([x, moved, w])]
     assert cuda.device == 1 and [device for device, _ in started] == [0, 0, 0]
-    pointers = [p for _, p in started]
-    assert pointers[0][0] == pointers[0][2] == pointers[1][0] == pointers[2][2] == x.data_ptr()
-    assert pointers[1][2] != flipped.data_ptr() and pointers[2][0] != moved.data_ptr(), "copied: not dense, not aligned"
-    assert len({p[1] for p in pointers}) == 1 and pointers[0][1] != w.data_ptr(), "copied once"
-    assert [p[3] for p in pointers] == [results[0].data_ptr() for results in kept]
+    taken = [p for _, p in started]
+    assert taken[0][0] == taken[0][2] == taken[1][0] == taken[2][2] == x.data_ptr()
+    assert taken[1][2] != flipped.data_ptr() and taken[2][0] != moved.data_ptr(), "copied: not dense, not aligned"
+    assert len({p[1] for p in taken}) == 1 and taken[0][1] != w.data_ptr(), "copied once"
+    assert [p[3] for p in taken] == [results[0].data_ptr() for results in kept]
     assert all([(t.dtype, t.shape) for t in r] == [(torch.float16, (3, 5)), (torch.int8, (2, 0))] for r in kept)
 
 

@@ -37,7 +37,8 @@ H200 = Emulated("NVIDIA H200", CHIP, "cuda", 132, features=frozenset({"cuda", "s
 
 
 @lru_cache(maxsize=64)
-def _program(ptx: str, fine: bool) -> Program:
+def program(ptx: str, fine: bool = False) -> Program:
+    """A text, decoded once."""
     return Program(ptx, fine=fine)
 
 
@@ -52,7 +53,7 @@ def run(ptx: str, grid: Sequence[int], arguments: Sequence[Any], shared_bytes: i
         how: see there.
     """
     how = how or How()
-    made = _program(how.change(ptx) if how.change else ptx, how.seed is not None)
+    made = program(how.change(ptx) if how.change else ptx, how.seed is not None)
     memory = Global()
     given = [*arguments, *[0] * (len(made.kernel.params) - len(arguments))]  # scratch memory, of which there is none
     addresses = [a for a, size in zip(given, made.kernel.params.values(), strict=True) if size == 8 and a > 1 << 20]
@@ -69,10 +70,15 @@ def _listed() -> bool:
 
 
 class _Driver:
-    """What Triton asks of a device."""
+    """What Triton asks of a device.
+
+    Attributes:
+        launched: kernels, and the arguments of each.
+    """
 
     def __init__(self, how: How) -> None:
         self.how = how
+        self.launched: list[tuple[Any, tuple[Any, ...]]] = []
         made = "fill_tma_descriptor_tiled" if _listed() else "fill_tma_descriptor"
         self.utils = SimpleNamespace(**{made: self._descriptor})
 
@@ -104,6 +110,7 @@ class _Driver:
             if _listed():
                 *_types, arguments = arguments
                 assert len(_types) == LISTED
+            self.launched.append((kernel, tuple(arguments)))
             run(kernel.asm["ptx"], (x, y, z), arguments, kernel.metadata.shared, self.how)
 
         def start(*given: Any) -> None:

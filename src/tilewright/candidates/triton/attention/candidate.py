@@ -12,12 +12,13 @@ import torch
 from tilewright.candidates.triton.attention.heads import Heads, Rounded, heads_of
 from tilewright.candidates.triton.attention.kernel import WORKSPACE, TileConfig, config_of, kernel_text, power, sources_of
 from tilewright.candidates.triton.expressions.printer import pointer_type
-from tilewright.candidates.triton.runtime.launch import Counters, caller
-from tilewright.candidates.triton.runtime.module import Arch, Built, Launch, arch_of, build, exact_fp8, launcher, needs
+from tilewright.candidates.triton.runtime.launch import caller, pointers
+from tilewright.candidates.triton.runtime.module import Arch, Built, arch_of, build, exact_fp8, launcher, needs
 from tilewright.dtype import F32
 from tilewright.hardware.target import Target
 from tilewright.schedule.candidate import ATTENTION, GPU, Candidate, Kernel, Runner, Schedule, Unsupported
 from tilewright.schedule.problem import AttentionProblem
+from tilewright.schedule.recipe import Pointer
 
 MOST_DEPTH = 256  # of a head: past that neither operands nor sums fit into registers and shared memory
 # Of programs that share the keys of few queries: tile_n, num_warps, num_stages. First those of which an SM holds one: so the
@@ -93,15 +94,17 @@ class Plan:
         return self.heads if tile.split_kv is None else self.heads.by_key_head()
 
     def build(self, schedule: Schedule) -> Kernel:
-        target, tile = self.target, schedule.point(TileConfig)
+        problem, target, tile = self.problem, self.target, schedule.point(TileConfig)
         heads = self.heads_of(tile)
         config, built = config_of(heads, tile), self.machine_code(schedule)
 
         def prepare(weights: Mapping[int, torch.Tensor]) -> Runner:
-            launch = launcher(built.kernel, (config.parts,), target.index, built.numbers)
-            if tile.split_kv is not None:
-                launch = _with_workspace(launch, config.workspace, torch.device(target.device))
-            return caller(sources_of(heads), self.problem.outputs, launch, weights, target)
+            start = launcher(built.kernel, (config.parts,), target.index, built.numbers)
+            given = [*pointers("source", sources_of(heads)), *pointers("result", range(len(problem.outputs)))]
+            if tile.split_kv is not None:  # what parts of the keys give, and counters of parts done
+                size, count = config.workspace
+                given += [Pointer("scratch", 4 * size), Pointer("counters", count)]
+            return caller(start, given, len(problem.types), problem.outputs, weights, target)
 
         scratch = 0 if tile.split_kv is None else 4 * sum(config.workspace)
         return Kernel(CANDIDATE.name, schedule, prepare, workspace_bytes=scratch, **vars(needs(built.kernel)))
@@ -206,18 +209,6 @@ def expected_us(heads: Heads, tile: TileConfig, cores: int, at_once: int) -> flo
     steps = rounds * math.ceil(math.ceil(heads.keys / tile.tile_n) / tile.split_kv)
     sums = tile.split_kv * heads.queries * power(heads.width) * 4
     return START_US + steps * waits + sums / COMBINED_BYTES_PER_US
-
-
-def _with_workspace(launch: Launch, workspace: tuple[int, int], device: torch.device) -> Launch:
-    """A launch with scratch memory for what parts of the keys give, and with counters of parts done."""
-    size, count = workspace
-    counters = Counters(count, device)
-
-    def start(*pointers: object) -> None:
-        parts, done = torch.empty(size, dtype=torch.float32, device=device), counters.take()
-        launch(*pointers, parts.data_ptr(), done.data_ptr())
-
-    return start
 
 
 CANDIDATE = Candidate("triton_attention", ATTENTION, GPU, 5, plan)

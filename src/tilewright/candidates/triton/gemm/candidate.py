@@ -15,7 +15,7 @@ from tilewright.candidates.triton.gemm.dots import SHORT_SUM_BITS, choose
 from tilewright.candidates.triton.gemm.kernel import KernelSpec, TileConfig, write
 from tilewright.candidates.triton.gemm.space import ranked, work
 from tilewright.candidates.triton.runtime import module as modules
-from tilewright.candidates.triton.runtime.launch import Counters, caller
+from tilewright.candidates.triton.runtime.launch import caller, pointers
 from tilewright.hardware.target import Target
 from tilewright.ir.build import broadcast
 from tilewright.ir.evaluate import evaluate_nodes
@@ -26,6 +26,7 @@ from tilewright.schedule.candidate import GEMM, GPU, Candidate, Kernel, Runner, 
 from tilewright.schedule.cost import Work
 from tilewright.schedule.packed import packed_once
 from tilewright.schedule.problem import Problem
+from tilewright.schedule.recipe import Pointer
 
 # Operands that torch evaluated, by one of the weights they are made of and their expression, so that kernels of other sizes
 # share them: which tensors at which version, the operand, and the other weights, whose identity must not pass to new ones.
@@ -80,16 +81,18 @@ class Plan:
         return modules.build(write(spec), signature, self.arch, self.target.index, **options)
 
     def build(self, schedule: Schedule) -> Kernel:
-        spec, target = self.spec_of(schedule), self.target
+        spec, problem, target = self.spec_of(schedule), self.problem, self.target
         built = self.machine_code(spec)
 
         def prepare(weights: Mapping[int, torch.Tensor]) -> Runner:
             grid = (spec.config.tiles * spec.point.split_k,)
-            launch = modules.launcher(built.kernel, grid, target.index, built.numbers)
-            if spec.workspace:
-                launch = _with_workspace(spec, launch, target)
+            start = modules.launcher(built.kernel, grid, target.index, built.numbers)
+            given = [*pointers("source", spec.sources), *pointers("result", range(len(problem.outputs)))]
+            if spec.workspace:  # sums of parts of K, largest magnitudes of tiles, counters of parts done
+                *sizes, count = spec.workspace.values()
+                given += [*pointers("scratch", (4 * size for size in sizes)), Pointer("counters", count)]
             constant = {**weights, **operands_outside(self.outside, spec.rhs, weights)}
-            return caller(spec.sources, self.problem.outputs, launch, constant, target)
+            return caller(start, given, len(problem.types), problem.outputs, constant, target)
 
         return Kernel(
             CANDIDATE.name,
@@ -186,19 +189,6 @@ def _evaluated(root: Node, weights: Mapping[int, torch.Tensor], *, transposed: b
     if versioned and own:  # a view would keep its weight alive for good
         _laid_out.setdefault(given[0], {})[root, transposed] = made_of, result, given[1:]
     return result
-
-
-def _with_workspace(spec: KernelSpec, launch: modules.Launch, target: Target) -> modules.Launch:
-    """A launch with scratch memory for sums of parts of K and largest magnitudes of tiles, and with counters of parts done."""
-    device = torch.device(target.device)
-    *sizes, count = spec.workspace.values()
-    counters = Counters(count, device)
-
-    def start(*pointers: object) -> None:
-        scratch, done = [torch.empty(size, dtype=torch.float32, device=device) for size in sizes], counters.take()
-        launch(*pointers, *(t.data_ptr() for t in scratch), done.data_ptr())
-
-    return start
 
 
 CANDIDATE = Candidate("triton", GEMM, GPU, 6, plan)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import product
 
 import torch
@@ -12,15 +13,14 @@ import torch
 from tilewright.candidates.triton.expressions.emit import NUMBERED, check_node
 from tilewright.candidates.triton.expressions.printer import pointer_type
 from tilewright.candidates.triton.normalization.kernel import Tiles, arguments_of, kernel_text, sources_of
-from tilewright.candidates.triton.runtime.launch import caller
+from tilewright.candidates.triton.runtime.launch import arrays_of, caller, parted, pointers
 from tilewright.candidates.triton.runtime.module import Arch, Built, arch_of, build, exact_fp8, launcher, needs
 from tilewright.hardware.target import Target
 from tilewright.ir.graph import Node
 from tilewright.ir.ops import Param
-from tilewright.ir.types import TensorType
 from tilewright.lowering.reduction_nest import ReductionNest, reduction_nests
 from tilewright.schedule.candidate import FUSION, GPU, Candidate, Kernel, Runner, Schedule, Unsupported
-from tilewright.schedule.problem import Destination, FusionProblem
+from tilewright.schedule.problem import FusionProblem
 
 MOST_COLUMNS = 1 << 15  # of a row that is kept in registers
 PIECE = 1024  # columns of a tile where nothing is reduced
@@ -88,15 +88,15 @@ class Plan:
     def build(self, schedule: Schedule) -> Kernel:
         problem, target, several = self.problem, self.target, self.tiles(schedule)
         built = self.machine_code(several, int(schedule["num_warps"]))
-        launch = launcher(built.kernel, (sum(t.grid for t in several),), target.index, built.numbers)
-        read, arrays = sources_of(several), [t if r is None else t.with_shape(r.shape) for t, r in _with_destinations(problem)]
+        start = launcher(built.kernel, (sum(t.grid for t in several),), target.index, built.numbers)
+        given = [*pointers("source", sources_of(several)), *pointers("result", range(len(problem.outputs)))]
+        run = partial(caller, start, given, len(problem.types), arrays_of(problem))
 
         def prepare(weights: Mapping[int, torch.Tensor]) -> Runner:
-            run = caller(read, arrays, launch, weights, target)
-            return run if not problem.destinations else lambda sources: _parts(problem, run(sources))
+            return parted(problem, run(weights, target))
 
         def place(weights: Mapping[int, torch.Tensor], places: Mapping[int, torch.Tensor]) -> Runner:
-            return caller(read, arrays, launch, weights, target, places)
+            return run(weights, target, places=places)
 
         return Kernel(CANDIDATE.name, schedule, prepare, place, **vars(needs(built.kernel)))
 
@@ -115,16 +115,6 @@ def plan(problem: FusionProblem, target: Target) -> Plan:
         if max(nest.rows, nest.columns) > NUMBERED:
             raise Unsupported("more than 2^31 rows or columns")
     return Plan(problem, target, arch, nests)
-
-
-def _with_destinations(problem: FusionProblem) -> list[tuple[TensorType, Destination | None]]:
-    return list(zip(problem.outputs, problem.destinations or [None] * len(problem.outputs), strict=True))
-
-
-def _parts(problem: FusionProblem, arrays: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """The results, of arrays in which some of them lie."""
-    each = zip(arrays, _with_destinations(problem), strict=True)
-    return [a if r is None else a.narrow(r.axis, r.start, t.shape[r.axis]) for a, (t, r) in each]
 
 
 def _early(tiles: Tiles, weights: Sequence[bool], threads: int) -> tuple[Node, ...]:

@@ -4,53 +4,136 @@ blocks that are done.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
 
 import torch
 
 from tilewright.hardware.target import Target
+from tilewright.ir.artefact import Kind
+from tilewright.ir.literal import bits_of
 from tilewright.ir.types import TensorType
 from tilewright.schedule.candidate import Runner
 from tilewright.schedule.guard import visible
+from tilewright.schedule.problem import FusionProblem
+from tilewright.schedule.recipe import Launched, MachineCode, Operand, Parts, Pointer, describe, recipe_of
 
 ALIGNED = 16
 SPARE = 32  # streams and captured calls whose counters are made beforehand
 
 
+class Copied(Protocol):
+    """An operand that torch evaluates and lays out on each call."""
+
+    def copied(self, sources: Sequence[torch.Tensor]) -> torch.Tensor:
+        """The operand in memory."""
+        ...
+
+    def recipe(self, number: int, parts: Parts) -> Operand:
+        """The operand as data, of this number as a source."""
+        ...
+
+
+@dataclass(frozen=True)
+class Start:
+    """A kernel's start on torch's current stream of its device, which is the current one.
+
+    Attributes:
+        run: the start, given the addresses of all pointers, which nothing checks.
+        describe: the same as data; None of a kernel that the driver alone cannot start.
+    """
+
+    run: Callable[..., None]
+    describe: Callable[[Parts], MachineCode | None]
+
+
+def pointers(of: Literal["source", "result", "scratch", "counters"], numbers: Iterable[int]) -> list[Pointer]:
+    """Pointers of one kind."""
+    return [Pointer(of, number) for number in numbers]
+
+
 def caller(
-    read: Sequence[int],
+    start: Start,
+    given: Sequence[Pointer],
+    sources: int,
     outputs: Sequence[TensorType],
-    launch: Callable[..., None],
     weights: Mapping[int, torch.Tensor],
     target: Target,
+    *,
     places: Mapping[int, torch.Tensor] | None = None,
+    operands: Mapping[int, Copied] | None = None,
 ) -> Runner:
     """A function that runs a kernel.
 
     Args:
-        read: the sources whose memory it takes, in order.
+        start: its start.
+        given: its pointers, in order.
+        sources: number of the problem's sources; what is numbered behind them is a kernel's own.
         outputs: its results' types.
-        launch: starts it on the current device, given all pointers.
         weights: sources that do not change, by number.
         target: the device.
         places: memory for some results, by number, instead of new one at each call.
+        operands: sources that are made on each call, by number.
     """
-    constant = {i: dense(t) for i, t in weights.items() if i in read}
-    fixed = [constant[i].data_ptr() if i in constant else 0 for i in read]
-    given = [(at, i) for at, i in enumerate(read) if i not in constant]
+    copied, device = operands or {}, torch.device(target.device)
+    of = {kind: [(at, p.number) for at, p in enumerate(given) if p.of == kind] for kind in ("source", "result", "scratch")}
+    constant = {i: dense(weights[i]) for _, i in of["source"] if i in weights}
+    fixed = [constant[p.number].data_ptr() if p.of == "source" and p.number in constant else 0 for p in given]
+    read = [(at, i) for at, i in of["source"] if i not in constant and i not in copied]
+    evaluated = [(at, copied[i]) for at, i in of["source"] if i in copied]
+    results, scratch = of["result"], of["scratch"]
+    counted = [(at, Counters(p.number, device)) for at, p in enumerate(given) if p.of == "counters"]
     placed = sorted((places or {}).items())
     make = maker([t for i, t in enumerate(outputs) if i not in dict(placed)], target.device)
+    launch = start.run
 
-    def run(sources: Sequence[torch.Tensor], _kept: object = constant) -> list[torch.Tensor]:  # by its address alone
-        pointers, _copies = addresses(fixed, given, sources)
+    def run(tensors: Sequence[torch.Tensor], _kept: object = constant) -> list[torch.Tensor]:  # by its address alone
+        found, held = addresses(fixed, read, tensors)
+        for at, operand in evaluated:
+            held.append(operand.copied(tensors))
+            found[at] = held[-1].data_ptr()
         made = make()
         for i, place in placed:
             made.insert(i, place)
-        launch(*pointers, *[t.data_ptr() for t in made])
+        for at, i in results:
+            found[at] = made[i].data_ptr()
+        for at, size in scratch:
+            held.append(torch.empty(size, dtype=torch.uint8, device=device))
+            found[at] = held[-1].data_ptr()
+        for at, counters in counted:
+            found[at] = counters.take().data_ptr()
+        launch(*found)
         return made
 
-    return on(target.index, run)
+    def recipe(parts: Parts) -> Launched | None:
+        code = start.describe(parts)
+        if code is None:
+            return None
+        own = tuple((i, parts.bytes(bits_of(t))) for i, t in constant.items() if i >= sources)
+        evaluated = tuple(operand.recipe(i, parts) for i, operand in copied.items())
+        return Launched(code, tuple(given), tuple(map(Kind.of, outputs)), own, evaluated)
+
+    return describe(on(target.index, run), recipe)
+
+
+def arrays_of(problem: FusionProblem) -> list[TensorType]:
+    """The arrays that a kernel writes: results, or those in which they lie."""
+    destinations = problem.destinations or [None] * len(problem.outputs)
+    return [t if d is None else t.with_shape(d.shape) for t, d in zip(problem.outputs, destinations, strict=True)]
+
+
+def parted(problem: FusionProblem, run: Runner) -> Runner:
+    """A runner that gives the results, of one that gives the arrays in which they lie."""
+    if not problem.destinations:
+        return run
+    each = [(d, t.shape[d.axis] if d else 0) for t, d in zip(problem.outputs, problem.destinations, strict=True)]
+
+    def parts(sources: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        arrays = zip(run(sources), each, strict=True)
+        return [a if d is None else a.narrow(d.axis, d.start, extent) for a, (d, extent) in arrays]
+
+    return describe(parts, lambda kept: recipe_of(run, kept))
 
 
 def addresses(

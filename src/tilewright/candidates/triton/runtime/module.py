@@ -14,7 +14,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import cache, lru_cache, partial
 from importlib.abc import InspectLoader
 from importlib.machinery import ModuleSpec
 from pathlib import Path
@@ -22,9 +22,11 @@ from types import CodeType, ModuleType
 from typing import Any
 
 from tilewright.candidates.triton.expressions.text import KernelSource, Number, Text
+from tilewright.candidates.triton.runtime.launch import Start
 from tilewright.candidates.triton.runtime.versions import direct, named
 from tilewright.hardware.target import Target
 from tilewright.schedule.candidate import Unsupported, generated
+from tilewright.schedule.recipe import MachineCode, Parts
 
 IMPORTS = "import triton\nimport triton.language as tl\n"
 GLUON_IMPORTS = IMPORTS + "from triton.experimental import gluon\nfrom triton.experimental.gluon import language as gl\n"
@@ -268,15 +270,11 @@ def _tool(name: str, binary: bytes, *arguments: str) -> str:
         return subprocess.run([tool, *arguments, file.name], check=True, capture_output=True, text=True, timeout=60).stdout
 
 
-Launch = Callable[..., None]
+def launcher(kernel: Any, grid: Sequence[int], device: int, numbers: Sequence[Number] = ()) -> Start:
+    """A kernel's start on torch's current stream of a device, given its arguments; `numbers` come after them.
 
-
-def launcher(kernel: Any, grid: Sequence[int], device: int, numbers: Sequence[Number] = ()) -> Launch:
-    """A function of the kernel's arguments that starts it on torch's current stream of a device; `numbers` come after them.
-
-    Pointers are passed as numbers (`data_ptr()`), which nothing checks, and descriptors made already, with their extents and
-    strides. The device must be the current one. What Triton does on every call (binding, hooks, looking the kernel up) is done
-    here once.
+    Descriptors are made already, and come with their extents and strides. What Triton does on every call (binding, hooks,
+    looking the kernel up) is done here once.
     """
     import torch
     from triton.runtime import driver
@@ -286,12 +284,25 @@ def launcher(kernel: Any, grid: Sequence[int], device: int, numbers: Sequence[Nu
     x, y, z = (*grid, 1, 1)[:3]
     scratch = kernel.metadata.global_scratch_size or getattr(kernel.metadata, "profile_scratch_size", 0)
     if kernel.metadata.target.backend == "cuda" and not scratch:
+        describe = partial(_described, kernel, (x, y, z), tuple(numbers))
         with named((AttributeError, KeyError, TypeError)):
-            return direct(kernel, start, (x, y, z), device, tuple(numbers))
+            return Start(direct(kernel, start, (x, y, z), device, tuple(numbers)), describe)
     function, packed, ends = kernel.function, kernel.packed_metadata, tuple(numbers)
     stream: Callable[[int], int] = getattr(driver.active, "get_current_stream")  # noqa: B009 (Triton does not declare it)
 
     def general(*given: object) -> None:
         start(x, y, z, stream(device), function, packed, None, None, None, *given, *ends)
 
-    return general
+    return Start(general, lambda parts: None)
+
+
+def _described(kernel: Any, grid: tuple[int, int, int], numbers: tuple[Number, ...], parts: Parts) -> MachineCode | None:
+    """A compiled kernel and its launch as data, but for descriptors; None where Triton adds what `cubin.py` does not."""
+    import torch
+
+    warps, blocks, shared_bytes = kernel.packed_metadata[:3]
+    if blocks != 1 or kernel.metadata.launch_cooperative_grid:
+        return None
+    binary = parts.bytes(torch.frombuffer(bytearray(kernel.asm["cubin"]), dtype=torch.uint8))
+    early = bool(kernel.metadata.launch_pdl)
+    return MachineCode(binary, kernel.metadata.name, grid, 32 * warps, shared_bytes, early, (), numbers)

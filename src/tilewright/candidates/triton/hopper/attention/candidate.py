@@ -27,7 +27,7 @@ from tilewright.candidates.triton.hopper.attention.kernel import (
 )
 from tilewright.candidates.triton.hopper.fast_math import NATIVE_FP8
 from tilewright.candidates.triton.hopper.gemm.tma import TMA_TYPES, descriptor, with_descriptors
-from tilewright.candidates.triton.runtime.launch import caller
+from tilewright.candidates.triton.runtime.launch import caller, pointers
 from tilewright.candidates.triton.runtime.module import INSTALL, Arch, Built, build, installed, launcher, needs
 from tilewright.dtype import F32
 from tilewright.hardware.target import Target
@@ -65,17 +65,18 @@ class Plan:
         return build(kernel_text(heads, tile), boxes | signature, Arch("cuda", 90, 32), self.target.index, **options)
 
     def build(self, schedule: Schedule) -> Kernel:
-        heads, target, tile = self.heads, self.target, schedule.point(TileConfig)
+        heads, problem, target, tile = self.heads, self.problem, self.target, schedule.point(TileConfig)
         built = self.machine_code(tile)
 
         def prepare(weights: Mapping[int, torch.Tensor]) -> Runner:
-            launch = launcher(built.kernel, (blocks(heads, tile, target.cores),), target.index, built.numbers)
+            start = launcher(built.kernel, (blocks(heads, tile, target.cores),), target.index, built.numbers)
             read = sources_of(heads)
             if tile.by_tma:
                 operands = tma_operands(heads) or ()
                 read = [source for source, _ in operands] + [int(n[1:]) for n in arguments(heads, tile) if n[0] == "p"]
-                launch = with_descriptors(launch, [view for _, view in operands], built.kernel.metadata.tensordesc_meta)
-            return caller(read, self.problem.outputs, launch, weights, target)
+                start = with_descriptors(start, [view for _, view in operands], built.kernel.metadata.tensordesc_meta)
+            given = [*pointers("source", read), *pointers("result", range(len(problem.outputs)))]
+            return caller(start, given, len(problem.types), problem.outputs, weights, target)
 
         return Kernel(CANDIDATE.name, schedule, prepare, **vars(needs(built.kernel)))
 

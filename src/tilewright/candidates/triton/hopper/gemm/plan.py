@@ -20,6 +20,7 @@ from tilewright.ir.ops import Dequantize, Param, Transpose
 from tilewright.lowering.access import Access, gate_up, of_operand, of_store
 from tilewright.schedule.candidate import Unsupported
 from tilewright.schedule.problem import Problem, read_operand
+from tilewright.schedule.recipe import Operand, Parts
 
 if TYPE_CHECKING:
     from tilewright.candidates.triton.hopper.gemm.spec import TileConfig
@@ -106,6 +107,10 @@ class Matrix:
             value = threads.transpose(2, 3).reshape(given.shape)
         given.copy_(value)
         return room
+
+    def recipe(self, number: int, parts: Parts) -> Operand:
+        """The copy as data, of this number as a source."""
+        return Operand(number, parts.text((self.root,)), self.extents, self.strides, self.columns_last, self.permuted)
 
     @property
     def copied_bytes(self) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import ClassVar
@@ -11,12 +11,12 @@ import torch
 
 from tilewright.candidates.triton.gemm.dots import SHORT_SUM_BITS, SHORT_SUM_ROUNDOFF
 from tilewright.candidates.triton.hopper.gemm.epilogue import write
-from tilewright.candidates.triton.hopper.gemm.plan import HopperGemm
+from tilewright.candidates.triton.hopper.gemm.plan import HopperGemm, Matrix
 from tilewright.candidates.triton.hopper.gemm.space import tile_configs, work
-from tilewright.candidates.triton.hopper.gemm.spec import Argument, KernelSpec, TileConfig, spec_of
+from tilewright.candidates.triton.hopper.gemm.spec import KernelSpec, TileConfig, spec_of
 from tilewright.candidates.triton.hopper.gemm.tma import with_descriptors
 from tilewright.candidates.triton.hopper.ptx import Rewrite, multicast, narrowed, rewriting, split, unsigned, widest_products
-from tilewright.candidates.triton.runtime.launch import Counters, addresses, dense, maker, on
+from tilewright.candidates.triton.runtime.launch import caller
 from tilewright.candidates.triton.runtime.module import Arch, Built, build, launcher, needs
 from tilewright.dtype import F8E4M3FN, F8E5M2
 from tilewright.ir.graph import toposort
@@ -24,7 +24,9 @@ from tilewright.ir.ops import Dequantize, Param
 from tilewright.schedule.candidate import Kernel, Runner, Schedule
 from tilewright.schedule.cost import Work
 from tilewright.schedule.packed import packed_once
+from tilewright.schedule.recipe import Pointer
 
+OWN = 8  # numbers behind the problem's sources that packed words have (`w4/tiles.py`); copies of operands come after them
 MOST_TRIED = 12  # tile configurations; the ranking is better than what is left of them
 
 
@@ -128,48 +130,34 @@ def _rewrites(spec: KernelSpec) -> list[Rewrite]:
 
 def runner(spec: KernelSpec, built: Built, weights: Mapping[int, torch.Tensor]) -> Runner:
     """A function that runs a kernel on sources."""
-    arguments, config, stream_k = spec.arguments, spec.config, spec.tile.stream_k
-    device = torch.device(spec.plan.target.device)
-    index = device.index or 0
-    views = [a.view for a in arguments if a.view is not None]
+    arguments, config, target = spec.arguments, spec.config, spec.plan.target
     numbers = [*spec.extents.values(), *built.numbers]
-    launch = launcher(built.kernel, (spec.tile.blocks,), index, numbers=numbers)
-    launch = with_descriptors(launch, views, built.kernel.metadata.tensordesc_meta)
-    make = maker(spec.plan.problem.outputs, str(device))
-    arrivals = stream_k * config.consumers * (2 if config.multicast else 1)
-    counters = Counters(arrivals, device) if stream_k else None
-    partial_sums, acc = 2 * spec.tile.blocks * config.tile_m * config.padded_n, spec.acc.to_torch()
-
-    constant = {at: t for at, a in enumerate(arguments) if (t := _constant(a, weights)) is not None}
-    fixed = [constant[at].data_ptr() if at in constant else 0 for at in range(len(arguments))]
-    given = [(at, a.source) for at, a in enumerate(arguments) if a.source is not None and at not in constant]
-    results = [(at, a.result) for at, a in enumerate(arguments) if a.result is not None]
-    copied = [(at, a.matrix) for at, a in enumerate(arguments) if a.matrix and a.source is None and at not in constant]
-
-    def run(sources: Sequence[torch.Tensor], _kept: object = constant) -> list[torch.Tensor]:  # by its address alone
-        found, copies = addresses(fixed, given, sources)
-        for at, matrix in copied:
-            copies.append(matrix.copied(sources))
-            found[at] = copies[-1].data_ptr()
-        out = make()
-        for at, i in results:
-            found[at] = out[i].data_ptr()
-        if counters is not None:
-            scratch = torch.empty(partial_sums, dtype=acc, device=device), counters.take()
-            found += [t.data_ptr() for t in scratch]
-        launch(*found)
-        return out
-
-    return on(index, run)
+    start = launcher(built.kernel, (spec.tile.blocks,), target.index, numbers=numbers)
+    views = [a.view for a in arguments if a.view is not None]
+    start = with_descriptors(start, views, built.kernel.metadata.tensordesc_meta)
+    constant, operands, given = dict(weights), dict[int, Matrix](), list[Pointer]()
+    for at, a in enumerate(arguments):
+        if a.result is not None:
+            given.append(Pointer("result", a.result))
+        elif a.source is not None:
+            given.append(Pointer("source", a.source))
+        elif a.matrix is not None:
+            number = len(spec.plan.problem.types) + OWN + at
+            given.append(Pointer("source", number))
+            if a.matrix.constant:
+                constant[number] = _packed(a.matrix, weights)
+            else:
+                operands[number] = a.matrix
+    if spec.tile.stream_k:
+        partial_sums = 2 * spec.tile.blocks * config.tile_m * config.padded_n * spec.acc.size_bytes(1)
+        arrivals = spec.tile.stream_k * config.consumers * (2 if config.multicast else 1)
+        given += [Pointer("scratch", partial_sums), Pointer("counters", arrivals)]
+    problem = spec.plan.problem
+    return caller(start, given, len(problem.types), problem.outputs, constant, target, operands=operands)
 
 
-def _constant(argument: Argument, weights: Mapping[int, torch.Tensor]) -> torch.Tensor | None:
-    """The weights that lie at an argument on every call, copied once where they have to be or do not lie densely."""
-    matrix, source = argument.matrix, argument.source
-    if source is not None:
-        return dense(weights[source]) if source in weights and (matrix is None or matrix.constant) else None
-    if matrix is None or not matrix.constant:
-        return None
+def _packed(matrix: Matrix, weights: Mapping[int, torch.Tensor]) -> torch.Tensor:
+    """A constant operand as it lies in memory, copied once."""
     nodes = toposort((matrix.root,))
     if not any(isinstance(n.op, Dequantize) for n in nodes):
         return matrix.copied(weights)

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
+import msgspec
+
+from tilewright.candidates.triton.runtime.launch import Start
 from tilewright.candidates.triton.runtime.versions import tensor_map
 from tilewright.lowering.access import AccessMap, StridedDigit
+from tilewright.schedule.recipe import MachineCode, Parts, TensorMap
 
 ALIGNED = 16  # bytes, of addresses and of every stride but the last
 AXES = 5
@@ -43,23 +47,23 @@ class TmaView:
         names = {"b": b, "row": row, "column": column}
         return [_digit(names[name], inner, extent) for name, inner, extent in self.digits]
 
-    def at(self, address: int, meta: Mapping[str, Any]) -> list[object]:
-        """The kernel's arguments for the array at an address: its descriptor, extents and strides. `meta`: what Triton says of
-        the descriptor's boxes."""
+    def map(self, meta: Mapping[str, Any]) -> TensorMap:
+        """What a descriptor of the array is made of. `meta`: what Triton says of the descriptor's boxes."""
         from triton.backends.nvidia.driver import TMA_DTYPE_DEVICE_TO_HOST
-        from triton.runtime import driver
 
-        made = tensor_map(driver.active.utils)(  # pyright: ignore[reportAttributeAccessIssue]
-            address + self.offset * self.element_bytes,
-            meta["swizzle"],
-            meta["elem_size"],
-            TMA_DTYPE_DEVICE_TO_HOST[meta["elem_type"]],
-            meta["block_size"],
-            list(self.shape),
-            list(self.strides),
-            0,
-        )
-        return [made, *self.shape, *self.strides]
+        dtype, size = TMA_DTYPE_DEVICE_TO_HOST[meta["elem_type"]], meta["elem_size"]
+        offset = self.offset * self.element_bytes
+        return TensorMap(offset, dtype, meta["swizzle"], size, tuple(meta["block_size"]), self.shape, self.strides)
+
+
+def _made(m: TensorMap, address: int) -> list[object]:
+    """A kernel's arguments for the array at an address: its descriptor, extents and strides."""
+    from triton.runtime import driver
+
+    made = tensor_map(driver.active.utils)(  # pyright: ignore[reportAttributeAccessIssue]
+        address + m.offset_bytes, m.swizzle, m.element_bytes, m.dtype, [*m.box], [*m.shape], [*m.strides], 0
+    )
+    return [made, *m.shape, *m.strides]
 
 
 def _digit(number: str, inner: int, extent: int | None) -> str:
@@ -67,23 +71,26 @@ def _digit(number: str, inner: int, extent: int | None) -> str:
     return part if extent is None else f"({part}) % {extent}"
 
 
-def with_descriptors(
-    launch: Callable[..., None], views: Sequence[TmaView], metas: Sequence[Mapping[str, Any]]
-) -> Callable[..., None]:
-    """A launch that is given addresses where `launch` takes, first of all, descriptors of arrays, which are made once for them.
+def with_descriptors(start: Start, views: Sequence[TmaView], metas: Sequence[Mapping[str, Any]]) -> Start:
+    """A start that is given addresses where `start` takes, first of all, descriptors of arrays, which are made once for them.
 
     Args:
-        launch: starts a kernel.
+        start: a kernel's.
         views: the arrays that lie at the first addresses.
         metas: what Triton says of each of their descriptors' boxes.
     """
+    maps, launch = tuple(view.map(meta) for view, meta in zip(views, metas, strict=True)), start.run
+    count = len(maps)
 
     @lru_cache(MOST_KEPT)
     def descriptors(*addresses: int) -> list[object]:
-        return [x for view, address, meta in zip(views, addresses, metas, strict=True) for x in view.at(address, meta)]
+        return [x for m, address in zip(maps, addresses, strict=True) for x in _made(m, address)]
 
-    count = len(views)
-    return lambda *addresses: launch(*descriptors(*addresses[:count]), *addresses[count:])
+    def describe(parts: Parts) -> MachineCode | None:
+        code = start.describe(parts)
+        return None if code is None else msgspec.structs.replace(code, maps=maps)
+
+    return Start(lambda *addresses: launch(*descriptors(*addresses[:count]), *addresses[count:]), describe)
 
 
 def descriptor(kind: str, box: Iterable[int], *, plain: bool = False) -> str:

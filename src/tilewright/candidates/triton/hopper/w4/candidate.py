@@ -22,7 +22,7 @@ from tilewright.candidates.triton.hopper.w4.pack import packed_weights
 from tilewright.candidates.triton.hopper.w4.plan import PackedGemm, plan_of
 from tilewright.candidates.triton.hopper.w4.space import configs, work
 from tilewright.candidates.triton.runtime import module
-from tilewright.candidates.triton.runtime.launch import caller
+from tilewright.candidates.triton.runtime.launch import caller, pointers
 from tilewright.hardware.target import Target
 from tilewright.ir.graph import Node, toposort
 from tilewright.ir.ops import Param
@@ -115,8 +115,9 @@ class FewRows:
             packed = packed_weights(w.values(weights), w, plan.operand)
             torch.cuda.synchronize(target.index)  # a launch reads weights before what is ahead of it has ended
             constant = {**weights, **{count + i: t for i, t in enumerate(packed)}}
-            launch = module.launcher(built.kernel, (grid,), target.index, built.numbers)
-            return caller(read, problem.outputs, launch, constant, target)
+            start = module.launcher(built.kernel, (grid,), target.index, built.numbers)
+            given = [*pointers("source", read), *pointers("result", range(len(problem.outputs)))]
+            return caller(start, given, count, problem.outputs, constant, target)
 
         return Kernel(
             CANDIDATE.name,
