@@ -319,6 +319,23 @@ def test_no_budget_builds_one_point_of_an_endless_space():
     assert whys(d)["deep"] == "99,999 more points ranked below were not tried"
 
 
+class Ranked(Fake):
+    """A candidate that compiles its points to rank them, as those for GPUs do."""
+
+    def compile(self, schedule):
+        raise AssertionError("nobody asked for it")
+
+
+@pytest.mark.parametrize("budget_s", [0, 1e-9])
+def test_points_that_are_ranked_by_compiling_them_are_not_counted(budget_s):
+    asked = []
+    fake = Ranked("deep")
+    fake._schedules = endless(asked)
+    d = search(PROBLEM, CPU, budget_s=budget_s, candidates=[fake, REFERENCE], depth=1)
+    assert fake.builds == len(asked) == 1 and d.kernel.schedule["point"] == 0
+    assert whys(d)["deep"] == "what ranks below, if anything does, was not tried"
+
+
 def test_what_is_left_of_the_budget_goes_to_more_points_of_the_fastest(monkeypatch):
     """The best point is the seventh; each comes alone against the winner, on the first race's scale."""
     pace = Pace(monkeypatch, lambda who: 50.0 if who == "slow" else 20.0 - who if who <= 6 else 30.0)

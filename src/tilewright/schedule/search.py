@@ -21,6 +21,7 @@ from tilewright.schedule.candidate import (
     Kernel,
     Leading,
     Plan,
+    Precompiled,
     Refusal,
     Schedule,
     concerns,
@@ -117,7 +118,10 @@ class _Space:
     points: Iterator[Schedule]
     behind: str = ""
 
-    def left(self) -> int:
+    def left(self) -> int | None:
+        """How many; None where they would be compiled for it, as a GPU's are that are ranked by their machine code."""
+        if isinstance(self.plan, Precompiled):
+            return None
         try:
             return sum(1 for _ in self.points)
         except Exception:
@@ -239,8 +243,12 @@ class _Search:
         if winner is None:
             return self._unchecked(spaces)
         for space in spaces:
+            if not any(t.space is space for t in self._trials):
+                continue
             left = space.left()
-            if left and any(t.space is space for t in self._trials):
+            if left is None:
+                self._leave(space, "what ranks below, if anything does, was not tried")
+            elif left:
                 points = "1 more point" if left == 1 else f"{left:,} more points"
                 self._leave(space, f"{points} ranked below {'was' if left == 1 else 'were'} not tried")
         return self._decided(winner)

@@ -12,7 +12,7 @@ import linecache
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache, partial
 from importlib.abc import InspectLoader
@@ -129,11 +129,46 @@ def compiled(function: Any, signature: Mapping[str, str], arch: Arch, **options:
     attrs = {(i,): [["tt.divisibility", 16]] for i in pointers}
     source = kind(fn=function, signature=dict(signature), constexprs={}, attrs=attrs)
     with named():
+        keyed(function)
         given = {"enable_fp_fusion": True} | options  # the default until 3.9
         made = triton.compile(source, target=GPUTarget(arch.backend, arch.name, arch.warp), options=given)
     for text in ("source", "llir"):  # up to megabytes, for as long as the kernel lives; they are in Triton's cache
         made.asm.pop(text, None)
     return made
+
+
+def keyed(function: Any) -> None:
+    """Have Triton work out the key of a jitted function after those of the functions that it calls.
+
+    Triton puts the constants that a callee reads into the caller's key only where the callee has a key already
+    (`DependenciesFinder._update_hash`, runtime/jit.py). So a kernel would have another key in a process that compiled something
+    before, and be compiled again.
+    """
+    _keyed(function, (), set())
+
+
+def _keyed(value: Any, names: Iterable[str], seen: set[int]) -> None:
+    """The same for all that a value holds: a function, a class of arguments, of a module what has one of the names."""
+    from triton.runtime.jit import JITCallable
+
+    if isinstance(value, ModuleType):
+        for name in names:
+            _keyed(getattr(value, name, None), (), seen)
+    elif getattr(value, "__triton_aggregate__", False):
+        for each in value.hash_attrs:
+            _keyed(each, (), seen)
+    elif isinstance(value, JITCallable) and id(value) not in seen:
+        seen.add(id(value))
+        mentioned = sorted(_mentioned(value.fn.__code__))
+        for name in mentioned:
+            _keyed(value.fn.__globals__.get(name), mentioned, seen)
+        _ = value.cache_key
+
+
+def _mentioned(code: CodeType) -> set[str]:
+    """The names that code reads, and functions within it."""
+    within = [c for c in code.co_consts if isinstance(c, CodeType)]
+    return set(code.co_names).union(*map(_mentioned, within))
 
 
 Function = tuple[Sequence[str], Text]  # arguments and body; a body that has `side` among them may name what is in it
