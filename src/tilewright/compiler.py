@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 
 from tilewright import deadline
 from tilewright.any_shape import AnyShape, Reading
-from tilewright.errors import InputError, UnsupportedError, check_type
+from tilewright.errors import InputError, UnsupportedError, check_type, counted, say
 from tilewright.frontends import LoadOptions, load
 from tilewright.hardware.detect import detect, one_of
 from tilewright.hardware.target import Target
@@ -52,7 +52,12 @@ STAGES = ("accumulator", "recognise", "unfuse", "epilogue", "prologue", "product
 CANONICAL = "canonical"
 EXCESS_PRECISION = "precision"  # a stage that runs last, and only when asked for
 DEFAULT_BUDGET_S = 20.0
-ENOUGH_S = 60.0  # beside the budget, for rules, and as much for candidates that take long to refuse: far more than any need
+ENOUGH_S = 60.0  # without a budget, for rules, and as much for candidates that take long to refuse: far more than any need
+RULES_S = 10.0  # for rules at least, whatever the budget: a graph that is not folded takes longer to choose for
+STOPGAP = (
+    "the time was over (budget_s={budget_s:g}): {problems} run on a library or operation by operation for now; "
+    "compiling again goes on where this ended, and so does background=True"
+)
 
 
 @dataclass(frozen=True)
@@ -174,9 +179,10 @@ def compile(
         batch: value of a symbolic first axis.
         input_dims: shape of an input by name, where the program leaves it open.
         fixed: value of an input of one element of an ONNX model by name; it is no input any more.
-        budget_s: seconds by the clock for all of it: reading, rules, building, checking and measuring. 0 takes what was
-            measured before, or what the cost model names first and passes its check. Once the time is over, problems left are
-            chosen in that way.
+        budget_s: seconds by the clock for all of it: reading, calibrating, rules, building, checking and measuring. 0 takes
+            what was measured before, or what the cost model names first and passes its check, and leaves nothing out. Once the
+            time is over, problems left are chosen in that way; a tenth later they run on a library or operation by operation,
+            until the program is compiled again. Calibration ends after the batch under way.
         quantize: quantise a float model on the way; `Program.layers` then says what each product lost.
         half: "f16" or "bf16": products, attention and norms of an f32 model read and write that type; those that were quantised
             read their codes and write it. Inputs and results of the program keep their types.
@@ -212,8 +218,9 @@ def compile(
     check_type(budget_s, Real, "budget_s", "a number of seconds")
     if not budget_s >= 0:  # or NaN
         raise InputError(f"a budget of {budget_s} seconds", hint="0 or more; 0 measures none")
-    ends = time.monotonic() + float(budget_s)
-    with nullcontext(progress) if progress is not None else said("compiling", ends if budget_s > 0 else None) as progress:
+    budget = deadline.Budget(float(budget_s))
+    ends = budget.ends if budget_s > 0 else None
+    with nullcontext(progress) if progress is not None else said("compiling", ends) as progress:
         target = None if device is None else detect(device)
         if budget_s > 0:
             begin()
@@ -234,13 +241,16 @@ def compile(
         if found is not None:
             found[0].threads = threads
             return found[0]
-        allowed_s = ENOUGH_S + float(budget_s)
-
         as_read: Graph | None = None
+        all_batches = True
+
+        def rules_s() -> float:
+            """Seconds for rules that are applied now."""
+            return ENOUGH_S if ends is None else max(RULES_S, budget.left_s())
 
         def reading(scope: Scope) -> Reading:
             """The program read and rewritten, its open extents in a scope."""
-            nonlocal as_read, target
+            nonlocal as_read, target, all_batches
             with nullcontext() if place is None else place.reading():
                 as_read = load(program, replace(options, scope=scope))
             source, layers = as_read, ()
@@ -250,8 +260,9 @@ def compile(
                 raise UnsupportedError("extents are open, and quantising runs the program", where=source.name, hint=hint)
             if quantize is not None:
                 source = recognised(source) if quantize.scheme.attention is not None else source
-                seen = calibrate(source, quantize.batches, target.device)
+                seen = calibrate(source, quantize.batches, target.device, until=math.inf if ends is None else ends)
                 source, layers = quantize_graph(source, quantize.scheme, seen, rtol=quantize.rtol, device=target.device)
+                all_batches = seen.batches == len(quantize.batches)
             if half is not None:
                 whole = in_half(source.with_outputs([*source.outputs, *(x.after for x in layers)]), narrow(half))
                 after = whole.outputs[len(source.outputs) :]
@@ -260,7 +271,7 @@ def compile(
             if visit is not None:
                 visit("source", source)
             trace = Trace()
-            graph = optimise(source, trace, visit, excess_precision=excess_precision, within_s=allowed_s)
+            graph = optimise(source, trace, visit, excess_precision=excess_precision, within_s=rules_s())
             source = replace(source, notes=(*source.notes, *trace.notes))
             return Reading(source, graph, trace, tuple(layers), dims_of(source) or scope)
 
@@ -268,7 +279,7 @@ def compile(
         assert target is not None
         there = target
         source, graph, trace = read.source, read.graph, read.trace
-        ends -= 0.0 if place is None else place.keeping_s(graph)
+        choosing = budget if place is None else budget.part(max(0.0, budget.left_s() - place.keeping_s(graph)))
         database = TuningDatabase(target, user_cache(), excess_precision=excess_precision) if cache is True else cache or None
         if dims_of(source) is not None:
 
@@ -277,14 +288,13 @@ def compile(
             ) -> Program:
                 def inner(region: Graph) -> Program:
                     found = Trace()
-                    made = optimise(region, found, excess_precision=excess_precision, within_s=allowed_s)
+                    made = optimise(region, found, excess_precision=excess_precision, within_s=rules_s())
                     return made_for(made, found, parts_for(made, there), chooser(made, there, 0.0, None, database), {})
 
                 return prepare(graph, graph, there, trace, decide, inner, made=Program, parts=parts, known=known)
 
             def measuring(graph: Graph, parts: Sequence[Part], within_s: float) -> Chooser:
-                within_s = min(within_s, max(0.0, ends - time.monotonic())) if not background else within_s
-                return chooser(graph, there, within_s, None, database, parts)
+                return chooser(graph, there, within_s if background else budget.part(within_s), None, database, parts)
 
             return AnyShape(
                 read,
@@ -297,33 +307,40 @@ def compile(
                 database=database,
                 threads=threads,
             )
-        with deadline.allowing(allowed_s):
+        stopgaps = 0
+        with deadline.allowing(ENOUGH_S if ends is None else budget.left_s()):
 
-            def prepared(source: Graph, graph: Graph, trace: Trace, ends: float, progress: Progress | None) -> Program:
-                """A program chosen until then; each loop in it, its regions together, has as long as what is around."""
+            def prepared(
+                source: Graph, graph: Graph, trace: Trace, budget: deadline.Budget, progress: Progress | None
+            ) -> Program:
+                """A program chosen within a budget; each loop in it, its regions together, has as long as what is around."""
+                nonlocal stopgaps
                 inside = [len(graphs_of(n.op)) for n in graph.nodes() if isinstance(n.op, Call)] if there.kind == "cpu" else []
                 loops, left = len([r for r in inside if r]), sum(inside)
                 parts = parts_for(graph, there)
-                within_s = max(0.0, ends - time.monotonic()) / (1 + loops)
-                decide = chooser(graph, there, within_s, progress, database, parts)
+                decide = chooser(graph, there, budget.part(budget.left_s() / (1 + loops)), progress, database, parts)
 
                 def inner(region: Graph) -> Program:
                     nonlocal left
-                    found, left_s = Trace(), max(0.0, ends - time.monotonic())
-                    made = optimise(region, found, excess_precision=excess_precision, within_s=allowed_s)
+                    found, left_s = Trace(), budget.left_s()
+                    made = optimise(region, found, excess_precision=excess_precision, within_s=rules_s())
                     left, share_s = left - 1, left_s / max(left, 1)
-                    return prepared(region, made, found, min(ends, time.monotonic() + share_s), None)
+                    return prepared(region, made, found, budget.part(share_s), None)
 
-                return prepare(source, graph, there, trace, decide, inner, first=decide.weight, made=Program, parts=parts)
+                made = prepare(source, graph, there, trace, decide, inner, first=decide.weight, made=Program, parts=parts)
+                stopgaps += decide.stopgaps
+                return made
 
-            executable = prepared(source, graph, trace, time.monotonic() if background else ends, progress)
+            executable = prepared(source, graph, trace, deadline.Budget(0.0) if background else choosing, progress)
+        if stopgaps:
+            say(STOPGAP.format(budget_s=budget_s, problems=counted(stopgaps, "problem")))
         executable.layers, executable.threads = read.layers, threads
         if isinstance(program, torch.nn.Module):
             executable.uncompiled = _uncompiled(program, example_inputs, executable)
         if background and budget_s > 0:
             known = TuningDatabase(target, user_cache(), excess_precision=excess_precision) if cache is True else database
             executable.search_on(lambda: chooser(graph, there, float(budget_s), None, known))
-        if place is not None and as_read is not None:
+        if place is not None and as_read is not None and all_batches and not trace.notes:
             place.keep(executable, as_read, float(budget_s))
         return executable
 

@@ -1,8 +1,9 @@
-"""Ends for work that may turn out endless: whoever gives it time sets an end, and loops in it ask whether that has passed."""
+"""Ends for work: a budget of seconds by the clock, and ends for what may turn out endless, which loops in it ask about."""
 
 from __future__ import annotations
 
 import contextlib
+import copy
 import math
 import time
 from collections.abc import Generator
@@ -15,6 +16,48 @@ LEAST_S = 1.0  # for that, once candidates have used up what a program allows th
 
 _end: ContextVar[float | None] = ContextVar("end", default=None)
 _allowed: ContextVar[list[float] | None] = ContextVar("allowed", default=None)
+
+
+EXCEEDED, SPENT = 1.1, 1.2  # times a budget
+SHORTEST_S = 5.0  # that a budget counts as for these, as reading alone may take a second or two
+
+
+class Budget:
+    """Seconds by the clock for all that is done, from now on; 0 stands for as little work as does, however long that takes.
+
+    Attributes:
+        seconds: how many.
+        began, ends: when, on the clock of `time.monotonic`.
+    """
+
+    seconds: float
+    began: float
+    ends: float
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds, self.began = seconds, time.monotonic()
+        self.ends = self.began + seconds
+
+    def left_s(self) -> float:
+        """Seconds that are left, at least 0."""
+        return max(0.0, self.ends - time.monotonic())
+
+    def part(self, seconds: float) -> Budget:
+        """A budget of so many seconds at most for a part of the work, which is exceeded and spent when this one is."""
+        made = copy.copy(self)
+        made.ends = min(self.ends, time.monotonic() + seconds)
+        return made
+
+    def exceeded(self) -> bool:
+        """Tell whether even the least work that gives a good result would end too late."""
+        return self._past(EXCEEDED)
+
+    def spent(self) -> bool:
+        """Tell whether nothing may be done any more that can be left out."""
+        return self._past(SPENT)
+
+    def _past(self, times: float) -> bool:
+        return self.seconds > 0 and time.monotonic() > self.began + times * max(self.seconds, SHORTEST_S)
 
 
 class OverrunError(TilewrightError):

@@ -12,6 +12,7 @@ import torch
 from cli_programs import write
 from fake_candidate import Fake
 
+import tilewright
 from tilewright import compiler
 from tilewright.dtype import F32, S8
 from tilewright.hardware.detect import detect
@@ -19,6 +20,7 @@ from tilewright.ir.build import const, input_, map_
 from tilewright.ir.graph import Graph
 from tilewright.ir.notation import parse
 from tilewright.ir.ops import gemm
+from tilewright.rules import calibrate as calibration
 from tilewright.schedule import budget, measure, tuning_database
 from tilewright.schedule import search as search_module
 from tilewright.schedule.cache import Cache
@@ -117,6 +119,13 @@ def products(*columns):
     return Graph("g", (x,), outputs, tuple(f"y{n}" for n in columns))
 
 
+def apart(*columns):
+    """Products with an input each, which no rule joins."""
+    inputs = [input_(f"x{n}", S8, (4, 8)) for n in columns]
+    outputs = [gemm(x, const(torch.ones(8, n, dtype=torch.int8))) for x, n in zip(inputs, columns, strict=True)]
+    return Graph("g", tuple(inputs), tuple(outputs), tuple(f"y{n}" for n in columns))
+
+
 @pytest.mark.parametrize("checking_s", [0.0, 0.3, 1.0, 1.7])
 def test_all_problems_end_by_the_clock(clock, monkeypatch, tmp_path, checking_s):
     """Each takes as long to be checked, measured or not; twenty end within a tenth of the time given, and the first of them are
@@ -139,23 +148,66 @@ def test_all_problems_end_by_the_clock(clock, monkeypatch, tmp_path, checking_s)
     assert 19.9 < limits[0] <= 20.0 and max(limits) <= 40.0 and 2.0 < shares[0] <= 4.0 and sum(s > 0 for s in shares) >= 3
 
 
-def test_what_is_worth_most_is_chosen_first_and_gets_most(clock, monkeypatch, tmp_path):
-    """A program whose last step is the heaviest, with time to search one problem: that one, and none falls to the reference."""
+@pytest.mark.parametrize(("times", "others"), [(2, "llvm"), (20, "reference")])
+def test_what_is_worth_most_is_chosen_first_and_gets_most(clock, monkeypatch, tmp_path, times, others):
+    """A program whose last step is the heaviest, with time to search one problem: that one. The others take the first kernel
+    that passes its check, or the reference where searching the one took far longer than it was given; that is not kept."""
     real, asked = budget.search, []
 
     def costly(problem, target, **how):
         asked.append((problem.N, how["budget_s"]))
-        clock[0] += 0.1 + 20 * how["budget_s"]
+        clock[0] += 0.1 + times * how["budget_s"]
         return replace(real(problem, target, **{**how, "budget_s": 0}), checked_s=0.1)
 
     monkeypatch.setattr(budget, "search", costly)
-    inputs = [input_(f"x{n}", S8, (4, 8)) for n in (3, 5, 4096)]
-    outputs = [gemm(x, const(torch.ones(8, n, dtype=torch.int8))) for x, n in zip(inputs, (3, 5, 4096), strict=True)]
-    graph = Graph("g", tuple(inputs), tuple(outputs), ("a", "b", "c"))
-    program = compiler.compile(graph, budget_s=2.0, cache=TuningDatabase(CPU, Cache(tmp_path)))
+    program = compiler.compile(apart(3, 5, 4096), budget_s=2.0, cache=TuningDatabase(CPU, Cache(tmp_path)))
     columns, shares = zip(*asked, strict=True)
     assert columns == (4096, 5, 3) and shares[0] > 1.0 and shares[1:] == (0.0, 0.0)
-    assert [s.decision.kernel.candidate for s in program.steps] == ["llvm"] * 3
+    assert [s.decision.kernel.candidate for s in program.steps] == [others, others, "llvm"]
+    assert len([*Cache(tmp_path).records()]) == (3 if others == "llvm" else 1)
+
+
+def test_the_least_that_gives_a_good_program_ends_by_the_clock_too(clock, monkeypatch, tmp_path, caplog):
+    """Fifteen problems of which each kernel takes 2 s to be checked, measured or not, where the time is for six: then libraries
+    serve, which take 0.2 s each, then the reference. All end within a fifth more and one kernel."""
+    real, asked, took_s = budget.search, [], {"llvm": 2.0, "onednn": 0.2, "int_mm": 0.2, "reference": 0.0}
+
+    def costly(problem, target, **how):
+        decision = real(problem, target, **{**how, "budget_s": 0})
+        clock[0] += took_s[decision.kernel.candidate]
+        asked.append(decision.kernel.candidate)
+        return replace(decision, checked_s=took_s[decision.kernel.candidate])
+
+    monkeypatch.setattr(budget, "search", costly)
+    began, cache = clock[0], Cache(tmp_path)
+    graph = apart(*range(16, 256, 16))
+    program = compiler.compile(graph, budget_s=10.0, cache=TuningDatabase(CPU, cache))
+    assert 10.0 < clock[0] - began <= 1.2 * 10.0 + 2.0
+    kinds = list(dict.fromkeys(asked))
+    assert kinds[0] == "llvm" and kinds[-1] == "reference" and len(kinds) == 3 and len(asked) == 15, asked
+    untried = [r for s in program.steps for r in s.decision.rejected if r.candidate == "llvm" and r.why == budget.OVER]
+    assert len(untried) == asked.count(kinds[1]) + asked.count("reference")
+    assert f"the time was over (budget_s=10): {len(untried)} problems run on a library or operation by" in caplog.text
+    assert len([*cache.records()]) == asked.count("llvm")
+    x = torch.ones(4, 8, dtype=torch.int8)
+    assert all(torch.equal(y, torch.full_like(y, 8)) for y in program(*[x] * 15))
+    asked.clear()
+    compiler.compile(graph, budget_s=100.0, cache=TuningDatabase(CPU, cache))
+    assert set(asked) == {"llvm"} and len(asked) >= len(untried)
+
+
+def test_a_short_budget_is_no_worse_than_none(clock, monkeypatch):
+    """Reading alone may take a second: for what follows the least that gives a good program, 5 s are given."""
+    real = budget.search
+
+    def costly(problem, target, **how):
+        clock[0] += 1.0
+        return real(problem, target, **{**how, "budget_s": 0})
+
+    monkeypatch.setattr(budget, "search", costly)
+    for budget_s in (0.0, 0.01):
+        program = compiler.compile(apart(3, 5, 7), budget_s=budget_s, cache=False)
+        assert [s.decision.kernel.candidate for s in program.steps] == ["llvm"] * 3
 
 
 def test_reading_and_rules_count(clock, monkeypatch, tmp_path):
@@ -185,6 +237,29 @@ def test_a_worker_that_is_not_up_in_time_is_done_without(clock, monkeypatch):
     monkeypatch.setattr(budget, "search", lambda *given, **how: shares.append(how["budget_s"]) or real(*given, **how))
     program = compiler.compile(products(3), budget_s=1.0, cache=False)
     assert shares == [0] and waits == pytest.approx([1.0]) and not program.steps[0].decision.measured
+
+
+def test_calibration_ends_when_the_time_is_over(clock, monkeypatch, caplog):
+    """After the batch under way, with what was seen until then; without a budget it takes them all."""
+    evaluate, search, seen = calibration.evaluate, budget.search, []
+    monkeypatch.setattr(budget, "search", lambda *given, **how: search(*given, **{**how, "budget_s": 0}))
+
+    def slowly(graph, batch, **how):
+        seen.append(batch)
+        clock[0] += 3.0
+        return evaluate(graph, batch, **how)
+
+    monkeypatch.setattr(calibration, "evaluate", slowly)
+    x = input_("x", F32, (4, 64))
+    graph = Graph("g", (x,), (gemm(x, const(torch.ones(64, 32))),), ("y",))
+    batches = [{"x": torch.randn(4, 64)} for _ in range(5)]
+    how = tilewright.Quantization(tilewright.scheme("int8"), batches)
+    for budget_s, count in ((0.0, 5), (7.0, 3), (1.0, 1), (100.0, 5)):
+        seen.clear()
+        compiler.compile(graph, budget_s=budget_s, quantize=how, cache=False)
+        assert len(seen) == count
+        assert (f"calibrated with {count} of 5 batches, as the time was over" in caplog.text) == (count < 5)
+        caplog.clear()
 
 
 def scaled(*scales):

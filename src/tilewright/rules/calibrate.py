@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 import re
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal, cast
@@ -126,8 +127,9 @@ class Layer:
 
 @dataclass
 class Calibration:
-    """Ranges by product, and by what an attention multiplies."""
+    """Ranges by product, and by what an attention multiplies; `batches` of data were seen."""
 
+    batches: int = 0
     seen: dict[Node, Seen] = field(default_factory=dict[Node, Seen])
     operands: dict[Node, Seen] = field(default_factory=dict[Node, Seen])
 
@@ -142,8 +144,11 @@ def quantizable(node: Node) -> bool:
     return left.dtype.is_float and right.dtype.is_float and right.constant and not left.constant
 
 
-def calibrate(graph: Graph, batches: Sequence[Mapping[str, torch.Tensor]], device: str = "cpu") -> Calibration:
-    """Run the float model on each batch, operation by operation on a device, and record what its products read.
+def calibrate(
+    graph: Graph, batches: Sequence[Mapping[str, torch.Tensor]], device: str = "cpu", *, until: float = math.inf
+) -> Calibration:
+    """Run the float model on each batch, operation by operation on a device, and record what its products read. Batches after
+    the first that would begin past `until`, by `time.monotonic`, are left out, with a warning.
 
     Raises:
         InputError: no batch, or an input is missing or of another type.
@@ -164,9 +169,13 @@ def calibrate(graph: Graph, batches: Sequence[Mapping[str, torch.Tensor]], devic
         for reader in readers.get(node, ()):
             _see(found.seen[reader], cast("torch.Tensor", value), batched=len(_right(reader).shape) > 2)
 
-    for batch in batches:
+    for i, batch in enumerate(batches):
         check_type(batch, Mapping, "batches", "tensors by the names of the inputs, a mapping for each batch")
+        if i and time.monotonic() > until:
+            say(f"calibrated with {i} of {len(batches)} batches, as the time was over: more of it (budget_s) takes them all")
+            break
         _evaluate(graph, batch, visit, device)
+        found.batches += 1
         for node in graph.inputs:
             visit(node, batch.get(label_of(node)))
     return found

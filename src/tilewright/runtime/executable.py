@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, TypeVar, cast
 
 import torch
 
+from tilewright.deadline import Budget
 from tilewright.errors import AnotherWayError, InputError, TypeMismatchError, UnsupportedError, check_type, counted, visible
 from tilewright.hardware.target import Target
 from tilewright.ir.account import Account, account_of
@@ -493,19 +494,19 @@ def _evaluate_once(part: Part, ready: Mapping[Node, Value], target: Target) -> l
 def chooser(
     graph: Graph,
     target: Target,
-    budget_s: float,
+    budget: float | Budget,
     progress: Progress | None = None,
     database: TuningDatabase | None = None,
     parts: Sequence[Part] | None = None,
 ) -> SharedBudget:
-    """The choice of kernels for a graph's problems, which share `budget_s` seconds from now on (`SharedBudget`), less what
-    packing its weights will take. `parts` is what the graph was cut into before."""
+    """The choice of kernels for a graph's problems, which share a budget, or so many seconds from now on (`SharedBudget`), less
+    what packing its weights will take. `parts` is what the graph was cut into before."""
+    budget = budget if isinstance(budget, Budget) else Budget(budget)
     parts = [p for p in (parts_for(graph, target) if parts is None else parts) if decided(p)]
     size = weights_bytes(parts)
     problems, cold = Counter(problem_of_part(p)[0] for p in parts), size > last_cache_bytes(target)
-    return SharedBudget(
-        problems, target, max(0.0, budget_s - size / PACKED_BPS), cold=cold, progress=progress, database=database
-    )
+    rest = budget.part(max(0.0, budget.left_s() - size / PACKED_BPS))
+    return SharedBudget(problems, target, rest, cold=cold, progress=progress, database=database)
 
 
 def weights_bytes(parts: Sequence[Part]) -> int:

@@ -11,14 +11,16 @@ from functools import partial
 
 import torch
 
+from tilewright.deadline import Budget
 from tilewright.hardware.target import Target
 from tilewright.ir.ops import Const
 from tilewright.progress import Progress
 from tilewright.schedule.ahead import compile_ahead
+from tilewright.schedule.candidate import LAST_RESORT, MATRIX_LIBRARIES, concerns, discover
 from tilewright.schedule.cost import least_us
 from tilewright.schedule.key import numbers_of, text_of
-from tilewright.schedule.problem import AnyProblem
-from tilewright.schedule.search import Decision, Interruption, search
+from tilewright.schedule.problem import AnyProblem, FusionProblem
+from tilewright.schedule.search import Decision, Interruption, Rejected, search
 from tilewright.schedule.tuning_database import TuningDatabase, rebuilt, repeat
 from tilewright.schedule.worker import ready
 
@@ -26,6 +28,7 @@ LONGEST_S, LONGEST = 2.0, 0.1  # for one problem: seconds, or of a long budget t
 EVENLY = 0.25  # of the time: shared out evenly, as what is expected of a problem may be wrong; the rest by what it can gain
 CHECKED = 2  # of problems that differ in ordinary numbers alone
 LEAST, MOST = 2.0**-24, 2.0**24  # of an ordinary number
+OVER = "not tried: the time for choosing was over"
 
 
 class SharedBudget:
@@ -33,18 +36,24 @@ class SharedBudget:
 
     A problem's share is by the time that a call of the program is expected to spend on it, since that is what a better kernel
     can gain; so ask for the heaviest first (`weight`). What it takes to check the others is kept back. Once the time is over,
-    problems left take the first kernel that passes its check.
+    problems left take the first kernel that passes its check. Where even that took too long, since the machine is busy or the
+    time was short, they take what is there at once (`stopgaps`): a library that passes its check, or the reference.
 
     Problems that differ in numbers written into their expressions alone (the scales of two layers) are searched once: the
     others take the same candidate and schedule, built for their own numbers. Two of them are checked, and all of those whose
     numbers code may be written for (`ordinary`).
+
+    Attributes:
+        stopgaps: how many problems took what was there at once; that is not kept, so the next compile chooses for them anew.
     """
+
+    stopgaps: int
 
     def __init__(
         self,
         problems: Mapping[AnyProblem, int],
         target: Target,
-        budget_s: float,
+        budget: float | Budget,
         *,
         cold: bool,
         progress: Progress | None = None,
@@ -55,13 +64,15 @@ class SharedBudget:
         Args:
             problems: all that will be asked for, and how many steps of the program pose each.
             target: the machine.
-            budget_s: seconds by the clock; 0 measures none.
+            budget: seconds by the clock; 0 measures none. Or a budget that has begun.
             cold: weights come from memory, as those of a program that no cache holds.
             progress: called before each choice with how many are done, how many there are, and the problem.
             database: what is known of problems, and where decisions are kept.
         """
         self._target, self._database, self._progress = target, database, progress
-        self._cold, self._ends = cold, time.monotonic() + budget_s
+        self._budget = budget if isinstance(budget, Budget) else Budget(budget)
+        self._cold, self._ends, budget_s = cold, self._budget.ends, self._budget.left_s()
+        self.stopgaps = 0
         if database is not None:
             database.of_program(cold=cold)
         self._total = len(problems)
@@ -135,6 +146,8 @@ class SharedBudget:
         if found is not None:
             self._waiting.pop(self._texts[problem], None)
             return found
+        if self._budget.exceeded():
+            return self._stopgap(problem, weights)
         share = self._share(problem)
         if share > 0 and not ready(self._within(share)):
             share = 0.0
@@ -157,6 +170,23 @@ class SharedBudget:
                 raise
             database.keep(decision, self._accepted_s)  # that of a like budget is not searched again, whatever its share was
         return decision
+
+    def _stopgap(self, problem: AnyProblem, weights: Mapping[int, torch.Tensor]) -> Decision:
+        """What is there at once. A library is checked, unless there is no time for that either."""
+        self.stopgaps += 1
+        self._waiting.pop(self._texts[problem], None)
+        able = [c for c in discover() if concerns(c, problem, self._target)]
+        libraries = () if self._budget.spent() else MATRIX_LIBRARIES
+        at_once = [
+            c
+            for c in able
+            if c.preference >= LAST_RESORT or (c.preference in libraries and not isinstance(problem, FusionProblem))
+        ]
+        decision = search(problem, self._target, budget_s=0, candidates=at_once, weights=weights)
+        if self._database is not None:
+            self._database.vouch(decision)
+        others = tuple(Rejected(c.name, "untried", OVER) for c in able if c not in at_once)
+        return replace(decision, rejected=(*others, *decision.rejected))
 
     def _share(self, problem: AnyProblem) -> float:
         """Seconds for a problem that is searched now. Time to check those that follow is kept back."""
