@@ -88,7 +88,7 @@ def test_layers_that_differ_in_scales_are_compiled_once_and_nothing_where_nothin
     compiler.chooser(graph, H200, 0.0, None)
     compiler.chooser(graph, detect("cpu"), 1.0, None)
     ((problems, within_s, chosen),) = asked
-    assert [p.kind for p in problems] == ["gemm"] and within_s == 0.5 and not chosen
+    assert [p.kind for p in problems] == ["gemm"] and 0.3 < within_s <= 0.5 and not chosen
     assert told == [(0, 2, "compiling what will be tried first")]
 
 
