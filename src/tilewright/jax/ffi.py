@@ -4,13 +4,16 @@ XLA calls one handler with a frame: addresses of operands and results with their
 The operands become tensors over XLA's own memory, the program runs on XLA's stream (on a GPU) or on the thread that called, and
 its results are copied into XLA's buffers there. On a GPU nothing passes through the host's memory, and the host does not wait.
 
-Source of the layouts: `xla/ffi/api/c_api.h`, version 0.3, as jaxlib's wheel carries it (`jax.ffi.include_dir()`). XLA states
-the size of each structure in its first field; a frame smaller than what is read here is refused.
+Source of the layouts: `xla/ffi/api/c_api.h`, version 0.3, as jaxlib's wheel carries it (`jax.ffi.include_dir()`). Each field
+of its structures begins a word of 8 bytes (the two numbers of a version share one), so a structure is read as an array of
+integers: that takes a tenth of the time that classes of `ctypes` take. XLA states the size of each in its first field; a frame
+smaller than what is read here is refused.
 """
 
 from __future__ import annotations
 
 import ctypes
+import functools
 from collections.abc import Sequence
 from math import prod
 from typing import TYPE_CHECKING, Any, cast
@@ -26,104 +29,25 @@ if TYPE_CHECKING:
 
 TARGET = "tilewright"  # the custom call's name
 PROGRAM = "program"  # its attribute: the key of a program
+
 _METADATA = 1  # the extension by which XLA asks a handler for its version
 _EXECUTE = 3  # the stage at which a frame has operands
 _STRING = 4  # the type of an attribute
 _INVALID_ARGUMENT, _INTERNAL = 3, 13  # codes of errors
-_MAJOR = 0  # of the interface
+_HALF = 0xFFFFFFFF  # of a word: what a field of 32 bits fills
 
-_size, _pointer = ctypes.c_size_t, ctypes.c_void_p
-
-
-class _Version(ctypes.Structure):
-    _fields_ = (("struct_size", _size), ("extension", _pointer), ("major", ctypes.c_int), ("minor", ctypes.c_int))
-
-
-class _Extension(ctypes.Structure):
-    _fields_ = (("struct_size", _size), ("type", ctypes.c_int), ("next", _pointer))
+# Words of XLA_FFI_CallFrame; operands, results and attributes are structures within it.
+_FRAME, _EXTENSION, _API, _CONTEXT, _STAGE, _OPERANDS, _RESULTS, _ATTRIBUTES = 21, 1, 2, 3, 4, 5, 10, 15
+_COUNT, _ITEMS = 2, 4  # of XLA_FFI_Args and XLA_FFI_Rets, from where they begin
+_TYPES, _NAMES, _VALUES = 3, 4, 5  # of XLA_FFI_Attrs, likewise
+_DATA, _RANK, _EXTENTS, _BUFFER = 3, 4, 5, 6  # of XLA_FFI_Buffer
+_FUNCTIONS, _ERROR_CREATE, _STREAM_GET, _VERSIONS = 11, 6, 10, 4  # of XLA_FFI_Api
+_create = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p)
 
 
-class _Metadata(ctypes.Structure):
-    _fields_ = (("struct_size", _size), ("version", _Version), ("traits", ctypes.c_uint32))
-
-
-class _MetadataExtension(ctypes.Structure):
-    _fields_ = (("base", _Extension), ("metadata", ctypes.POINTER(_Metadata)))
-
-
-class _ErrorCreate(ctypes.Structure):
-    _fields_ = (("struct_size", _size), ("extension", _pointer), ("message", ctypes.c_char_p), ("code", ctypes.c_int))
-
-
-class _ContextGet(ctypes.Structure):
-    """The arguments of the functions that read a stream's address or a device's ordinal."""
-
-    _fields_ = (("struct_size", _size), ("extension", _pointer), ("context", _pointer), ("found", _pointer))
-
-
-class _Api(ctypes.Structure):
-    _fields_ = (
-        ("struct_size", _size),
-        ("extension", _pointer),
-        ("version", _Version),
-        ("internal", _pointer),
-        ("error_create", ctypes.CFUNCTYPE(_pointer, ctypes.POINTER(_ErrorCreate))),
-        ("error_message", _pointer),
-        ("error_destroy", _pointer),
-        ("register", _pointer),
-        ("stream_get", ctypes.CFUNCTYPE(_pointer, ctypes.POINTER(_ContextGet))),
-    )
-
-
-class _Buffer(ctypes.Structure):
-    _fields_ = (
-        ("struct_size", _size),
-        ("extension", _pointer),
-        ("dtype", ctypes.c_int),
-        ("data", _pointer),
-        ("rank", ctypes.c_int64),
-        ("dims", ctypes.POINTER(ctypes.c_int64)),
-    )
-
-
-class _Buffers(ctypes.Structure):
-    """Operands or results."""
-
-    _fields_ = (
-        ("struct_size", _size),
-        ("extension", _pointer),
-        ("count", ctypes.c_int64),
-        ("types", _pointer),
-        ("items", ctypes.POINTER(ctypes.POINTER(_Buffer))),
-    )
-
-
-class _Bytes(ctypes.Structure):
-    _fields_ = (("data", _pointer), ("length", _size))
-
-
-class _Attributes(ctypes.Structure):
-    _fields_ = (
-        ("struct_size", _size),
-        ("extension", _pointer),
-        ("count", ctypes.c_int64),
-        ("types", ctypes.POINTER(ctypes.c_int)),
-        ("names", ctypes.POINTER(ctypes.POINTER(_Bytes))),
-        ("items", ctypes.POINTER(_pointer)),
-    )
-
-
-class _Frame(ctypes.Structure):
-    _fields_ = (
-        ("struct_size", _size),
-        ("extension", ctypes.POINTER(_Extension)),
-        ("api", ctypes.POINTER(_Api)),
-        ("context", _pointer),
-        ("stage", ctypes.c_int),
-        ("operands", _Buffers),
-        ("results", _Buffers),
-        ("attributes", _Attributes),
-    )
+def _words(address: int, count: int) -> Any:
+    """Memory from an address on, as an array of integers of 64 bits."""
+    return (ctypes.c_uint64 * count).from_address(address)
 
 
 class _CudaMemory:
@@ -146,15 +70,19 @@ class _Callee:
         self.on_gpu = program.target.kind != "cpu"
         self.inputs = list(program.input_types.values())
         self.outputs = [o.tensor for o in program.graph.outputs]
-        self._known: dict[tuple[object, ...], tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
+        self._known: dict[tuple[int, ...], tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
 
-    def tensors(self, frame: _Frame) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """The tensors over a frame's operands and over its results."""
-        key = *_described(frame.operands), None, *_described(frame.results)
+    def tensors(self, frame: Any) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """The tensors over a frame's operands and over its results.
+
+        Raises:
+            InputError: they have other shapes than the program's inputs or results.
+        """
+        operands, results = _buffers(frame, _OPERANDS), _buffers(frame, _RESULTS)
+        key = tuple(word for buffer in (*operands, *results) for word in buffer)
         found = self._known.get(key)
         if found is None:
-            operands = _tensors(frame.operands, self.inputs, self.device, "operands")
-            found = operands, _tensors(frame.results, self.outputs, self.device, "results")
+            found = _over(operands, self.inputs, self.device, "operands"), _over(results, self.outputs, self.device, "results")
             if len(self._known) >= self.MOST:
                 self._known.clear()
             self._known[key] = found
@@ -169,10 +97,28 @@ def add(key: str, program: Executable) -> None:
     _programs[key] = _Callee(program)
 
 
-def over(address: int | None, kind: TensorType, device: str) -> torch.Tensor:
+def _buffers(frame: Any, at: int) -> list[tuple[int, ...]]:
+    """The address of each operand or result, its rank and its extents."""
+    found: list[tuple[int, ...]] = []
+    for item in _words(frame[at + _ITEMS], frame[at + _COUNT]):
+        buffer = _words(item, _BUFFER)
+        rank = buffer[_RANK]
+        found.append((buffer[_DATA], rank, *(_words(buffer[_EXTENTS], rank) if rank else ())))
+    return found
+
+
+def _over(buffers: Sequence[tuple[int, ...]], kinds: Sequence[TensorType], device: str, what: str) -> list[torch.Tensor]:
+    """Tensors over XLA's buffers, which must have the shapes of a program's inputs or results."""
+    shapes, wanted = [b[2:] for b in buffers], [tuple(k.shape) for k in kinds]
+    if shapes != wanted:
+        raise InputError(f"{what} of shapes {shapes}, and the program was compiled for {wanted}")
+    return [over(b[0], k, device) for b, k in zip(buffers, kinds, strict=True)]
+
+
+def over(address: int, kind: TensorType, device: str) -> torch.Tensor:
     """A contiguous tensor over memory at an address of the device. It does not hold the memory."""
     dtype, count = kind.dtype.to_torch(), prod(kind.shape)
-    if not count or not address:
+    if not count:
         return torch.empty(kind.shape, dtype=dtype, device=device)
     size = count * dtype.itemsize
     if device == "cpu":
@@ -182,42 +128,33 @@ def over(address: int | None, kind: TensorType, device: str) -> torch.Tensor:
     return flat.view(dtype).view(kind.shape)
 
 
-def _described(buffers: _Buffers) -> list[object]:
-    """The address and the shape of each buffer, flat."""
-    items = [buffers.items[i].contents for i in range(buffers.count)]
-    return [fact for b in items for fact in (b.data, *b.dims[: b.rank])]
-
-
-def _tensors(buffers: _Buffers, kinds: Sequence[TensorType], device: str, what: str) -> list[torch.Tensor]:
-    """The tensors over XLA's buffers, which must have the shapes of a program's inputs or results."""
-    found = [buffers.items[i].contents for i in range(buffers.count)]
-    shapes = [tuple(b.dims[a] for a in range(b.rank)) for b in found]
-    if shapes != [tuple(k.shape) for k in kinds]:
-        raise InputError(f"{what} of shapes {shapes}, and the program was compiled for {[tuple(k.shape) for k in kinds]}")
-    return [over(b.data, k, device) for b, k in zip(found, kinds, strict=True)]
-
-
-def _key(attributes: _Attributes) -> str:
+def _key(frame: Any) -> str:
     """The key in a frame's attributes."""
-    for i in range(attributes.count):
-        name = attributes.names[i].contents
-        if ctypes.string_at(name.data, name.length) == PROGRAM.encode() and attributes.types[i] == _STRING:
-            text = ctypes.cast(attributes.items[i], ctypes.POINTER(_Bytes)).contents
-            return ctypes.string_at(text.data, text.length).decode()
+    count = frame[_ATTRIBUTES + _COUNT]
+    types = (ctypes.c_int * count).from_address(frame[_ATTRIBUTES + _TYPES]) if count else ()
+    names, values = (_words(frame[_ATTRIBUTES + at], count) if count else () for at in (_NAMES, _VALUES))
+    for kind, name, value in zip(types, names, values, strict=True):
+        if kind == _STRING and ctypes.string_at(*_words(name, 2)) == PROGRAM.encode():
+            return ctypes.string_at(*_words(value, 2)).decode()
     raise InputError(f"a call of {TARGET!r} without its attribute {PROGRAM!r}", hint="call tilewright.jax.jit's function")
 
 
-def _stream(frame: _Frame) -> int:
+@functools.lru_cache(maxsize=64)
+def _external(stream: int, device: str) -> torch.cuda.Stream:
+    return torch.cuda.ExternalStream(stream, device)
+
+
+def _stream(frame: Any) -> int:
     """The address of the CUDA stream that XLA runs the call on."""
-    asked = _ContextGet(ctypes.sizeof(_ContextGet), None, frame.context, None)
-    if frame.api.contents.stream_get(ctypes.byref(asked)):
+    asked = (ctypes.c_uint64 * 4)(32, 0, frame[_CONTEXT], 0)
+    if _create(_words(frame[_API], _FUNCTIONS)[_STREAM_GET])(ctypes.addressof(asked)):
         raise InputError("XLA gives no stream for this call", hint="compile for the device that XLA runs on")
-    return cast("int | None", asked.found) or 0
+    return asked[3]
 
 
-def _run(frame: _Frame) -> None:
+def _run(frame: Any) -> None:
     """Run the program that a frame names on the frame's operands, into its results."""
-    key = _key(frame.attributes)
+    key = _key(frame)
     callee = _programs.get(key)
     if callee is None:
         hint = "trace the function again: an executable that another process compiled was loaded without it"
@@ -226,8 +163,7 @@ def _run(frame: _Frame) -> None:
     if not callee.on_gpu:
         _copy(callee.program.run(operands), results)
         return
-    stream = torch.cuda.ExternalStream(_stream(frame), callee.device)
-    with torch.cuda.stream(stream):
+    with torch.cuda.stream(_external(_stream(frame), callee.device)):
         _copy(callee.program.run(operands), results)
 
 
@@ -236,9 +172,11 @@ def _copy(values: Sequence[Value], results: Sequence[torch.Tensor]) -> None:
         result.copy_(cast("torch.Tensor", value))
 
 
-def _error(api: _Api, code: int, message: str) -> int | None:
-    made = _ErrorCreate(ctypes.sizeof(_ErrorCreate), None, message.encode(), code)
-    return api.error_create(ctypes.byref(made))
+def _error(frame: Any, code: int, message: str) -> int | None:
+    """The address of an error of XLA's."""
+    text = ctypes.c_char_p(message.encode())
+    asked = (ctypes.c_uint64 * 4)(32, 0, ctypes.cast(text, ctypes.c_void_p).value or 0, code)
+    return _create(_words(frame[_API], _FUNCTIONS)[_ERROR_CREATE])(ctypes.addressof(asked))
 
 
 def handle(address: int) -> int | None:
@@ -250,28 +188,25 @@ def handle(address: int) -> int | None:
     Returns:
         int | None: the address of an error that XLA owns; None if all went well.
     """
-    frame = _Frame.from_address(address)
-    asked = frame.extension
-    if asked and asked.contents.type == _METADATA:
-        # XLA asks for the version that a handler was compiled for. This one reads no field that XLA does not say it has.
-        metadata = ctypes.cast(asked, ctypes.POINTER(_MetadataExtension)).contents.metadata.contents
-        version = frame.api.contents.version
-        metadata.version.major, metadata.version.minor, metadata.traits = _MAJOR, version.minor, 0
+    frame = _words(address, _FRAME)
+    if frame[_EXTENSION] and _words(frame[_EXTENSION], 4)[1] & _HALF == _METADATA:
+        # XLA asks for the version that a handler was compiled for: its own, as this one reads no field that is not there.
+        metadata = _words(_words(frame[_EXTENSION], 4)[3], 5)
+        metadata[3], metadata[4] = _words(frame[_API], _FUNCTIONS)[_VERSIONS], metadata[4] & ~_HALF  # no traits
         return None
-    api = frame.api.contents
     try:
-        if frame.struct_size < ctypes.sizeof(_Frame) or api.struct_size < ctypes.sizeof(_Api):
+        if frame[0] < 8 * _FRAME or _words(frame[_API], 1)[0] < 8 * _FUNCTIONS:
             raise InputError("this jaxlib's calls are laid out in another way", hint="jaxlib 0.10 or newer")
-        if frame.stage == _EXECUTE:
+        if frame[_STAGE] & _HALF == _EXECUTE:
             _run(frame)
     except TilewrightError as error:
-        return _error(api, _INVALID_ARGUMENT, str(error))
+        return _error(frame, _INVALID_ARGUMENT, str(error))
     except Exception as error:  # an exception cannot pass through XLA
-        return _error(api, _INTERNAL, f"{type(error).__name__}: {error}")
+        return _error(frame, _INTERNAL, f"{type(error).__name__}: {error}")
     return None
 
 
-HANDLER = ctypes.CFUNCTYPE(_pointer, _pointer)(handle)
+HANDLER = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p)(handle)
 
 
 def register(jax_ffi: Any, platform: str) -> None:
