@@ -8,16 +8,18 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import mmap
 import os
 import time
 from collections.abc import Collection, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
+from tilewright.errors import say
+
 PIECE_BYTES = 1 << 23
 RACY_S = 2.0  # a file changed so shortly before it was looked at may change again within one tick of its time stamp
 THREADS = 8
+LIMIT, LIMIT_GIB = "TILEWRIGHT_PROGRAMS_GIB", 8.0  # all kept programs together, and a model's file; 0 keeps none
 
 
 class Sighting:
@@ -30,20 +32,19 @@ class Sighting:
     def __init__(self, path: Path) -> None:
         self.path: Path = path
         self._seen_s = time.time()
-        with path.open("rb") as file:
-            self.stamp: tuple[int, ...] = stamp_of(os.fstat(file.fileno()))
-            self._pool = ThreadPoolExecutor(min(THREADS, len(_cores())))
-            size = self.stamp[2]
-            memory = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if size else b""
-        view = memoryview(memory)
-        self._pieces: list[Future[bytes]] = [
-            self._pool.submit(_digest, view[at : at + PIECE_BYTES]) for at in range(0, size, PIECE_BYTES)
-        ]
-        self._pool.shutdown(wait=False)  # once these are done
+        self.stamp: tuple[int, ...] = stamp_of(path.stat())
+        path.open("rb").close()
+        pool = ThreadPoolExecutor(min(THREADS, len(_cores())))
+        self._pieces: list[Future[bytes]] = [pool.submit(_digest, path, at) for at in range(0, self.stamp[2], PIECE_BYTES)]
+        pool.shutdown(wait=False)  # once these are done
         self._found = ""
 
     def digest(self) -> str:
-        """The digest of the file's bytes, in hexadecimal."""
+        """The digest of the file's bytes, in hexadecimal: of a file that is being changed, no content's.
+
+        Raises:
+            OSError: it can no longer be read.
+        """
         if not self._found:
             whole = hashlib.sha256(b"".join(p.result() for p in self._pieces) + str(self.stamp[2]).encode())
             self._found, self._pieces = whole.hexdigest(), []
@@ -65,14 +66,24 @@ def stamp_of(status: os.stat_result) -> tuple[int, ...]:
     return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
 
 
+def limit_bytes() -> int:
+    """The bytes that all kept programs may have together."""
+    try:
+        return int(float(os.environ.get(LIMIT, LIMIT_GIB)) * 2**30)
+    except (ValueError, OverflowError):
+        say(f"{LIMIT} is no number of GiB: {LIMIT_GIB:g} are taken")
+        return int(LIMIT_GIB * 2**30)
+
+
 _begun: dict[Path, Sighting] = {}
 
 
-def begin(path: Path) -> None:
-    """Begin to digest a model's file, and data beside it under the names that exporters give, while others are busy."""
+def begin(path: Path, most: int) -> None:
+    """Begin to digest a model's file, and data beside it under the names that exporters give, while others are busy; none of
+    more than `most` bytes."""
     for each in (path, *(path.with_name(f"{path.name}{end}") for end in (".data", "_data"))):
         with contextlib.suppress(OSError):
-            if each.is_file():
+            if each.is_file() and each.stat().st_size <= most:
                 _begun[each.resolve()] = Sighting(each)
 
 
@@ -88,8 +99,11 @@ def sighted(paths: Iterable[Path]) -> list[Sighting | None]:
     return found
 
 
-def _digest(view: memoryview) -> bytes:
-    return hashlib.sha256(view).digest()
+def _digest(path: Path, at: int) -> bytes:
+    """The digest of a piece. It is read, not mapped: a file that is cut meanwhile would end the process."""
+    with path.open("rb") as file:
+        file.seek(at)
+        return hashlib.sha256(file.read(PIECE_BYTES)).digest()
 
 
 def _cores() -> Collection[int]:

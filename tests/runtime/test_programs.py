@@ -19,6 +19,7 @@ from cli_programs import install_ceilings, invoke
 from onnx import TensorProto, helper, numpy_helper
 
 import tilewright
+from tilewright import digests
 from tilewright.candidates.llvm.runtime import engine
 from tilewright.digests import Sighting
 from tilewright.errors import InputError
@@ -400,8 +401,22 @@ def test_nothing_is_kept_where_that_is_turned_off(tmp_path, cache, monkeypatch, 
     assert not cache.exists() or not [*cache.glob("*.twp")]
     monkeypatch.setenv(programs.LIMIT, "much")
     with caplog.at_level(logging.WARNING, logger="tilewright"):
-        assert programs.limit_bytes() == int(programs.LIMIT_GIB * 2**30)
+        assert programs.limit_bytes() == int(digests.LIMIT_GIB * 2**30)
     assert "TILEWRIGHT_PROGRAMS_GIB is no number of GiB: 8 are taken" in caplog.text
+
+
+def test_a_model_with_no_room_is_not_even_digested(tmp_path, cache, monkeypatch):
+    path = model(tmp_path / "m" / "m.onnx")
+    with monkeypatch.context() as patch:
+        patch.setenv(programs.LIMIT, str((path.stat().st_size - 1) / 2**30))
+        patch.setattr(digests, "_digest", lambda *given: pytest.fail("it was"))
+        compiled(path)
+    monkeypatch.setenv(programs.LIMIT, str(8000 / 2**30))  # but none for its weights of 8192 bytes
+    compiled(path)
+    assert not cache.exists() or not [*cache.glob("*.twp")]
+    monkeypatch.setenv(programs.LIMIT, "1")
+    compiled(path)
+    assert len([*cache.glob("*.twp")]) == 1
 
 
 def test_a_small_program_is_compiled_each_time(tmp_path, cache, monkeypatch):

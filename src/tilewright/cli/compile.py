@@ -16,7 +16,7 @@ from tilewright.cli.errors import BEGAN
 from tilewright.cli.given import Given, progress
 from tilewright.cli.options import NOT_NEGATIVE, W4_GROUP, F, all_of, budget_option, cache_option, device_option, threads_option
 from tilewright.cli.untrusted import is_supervised
-from tilewright.digests import begin, sighted
+from tilewright.digests import begin, limit_bytes, sighted
 from tilewright.errors import InputError, visible
 
 if TYPE_CHECKING:
@@ -273,7 +273,7 @@ def _place(given: Given, how: Compiling) -> Place[Program] | None:
     """The place of the program among those that are kept; None if it has none."""
     if not how.cache or how.database is not None or how.trust or is_supervised() or not given.file.is_file():
         return None
-    begin(given.file)  # while what follows is imported
+    begin(given.file, limit_bytes())  # while what follows is imported
     from tilewright.hardware.detect import detect
     from tilewright.program import Program
     from tilewright.runtime.programs import place_of

@@ -26,8 +26,8 @@ from typing import Generic
 import msgspec
 import torch
 
-from tilewright.digests import Sighting, sighted
-from tilewright.errors import LOGGER, InputError, TilewrightError, say
+from tilewright.digests import LIMIT, Sighting, limit_bytes, sighted
+from tilewright.errors import LOGGER, InputError, TilewrightError
 from tilewright.files import foreign, lock, open_own
 from tilewright.frontends import LoadOptions, files_beside, load
 from tilewright.hardware.ceilings import cache_folder
@@ -46,21 +46,11 @@ from tilewright.schedule.tuning_database import TuningDatabase, user_cache
 VERSION = 1  # of what a request says
 READ = (".onnx", ".hlo", ".mlir", ".stablehlo")  # files whose front ends note what else they read (`files_beside`)
 READERS = ("jax", "jaxlib", "ml_dtypes", "numpy", "onnx", "protobuf")  # libraries by which front ends read
-LIMIT, LIMIT_GIB = "TILEWRIGHT_PROGRAMS_GIB", 8.0  # all kept programs together; 0 keeps none
 LEAST_BYTES, LEAST_NODES = 16 << 20, 200  # a smaller program, in weights and in operations, compiles as fast as it is read back
 KEPT_BPS = 0.8e9  # bytes a second that are digested and written
 WAIT_S = 10.0  # for another process that writes
 DRAFTS_S = 3600.0  # after which what a process left half-written is removed
 FREE = 2.0  # as much room as a program needs has to be left on the disk
-
-
-def limit_bytes() -> int:
-    """The bytes that all kept programs may have together."""
-    try:
-        return int(float(os.environ.get(LIMIT, LIMIT_GIB)) * 2**30)
-    except (ValueError, OverflowError):
-        say(f"{LIMIT} is no number of GiB: {LIMIT_GIB:g} are taken")
-        return int(LIMIT_GIB * 2**30)
 
 
 def folder() -> Path:
@@ -196,7 +186,7 @@ class Place(Generic[E]):
         database = self._database(cold)
         if not all(map(database.holds, decisions)):
             return
-        files = self._files()
+        files = None if sum(stamp[2] for stamp in self._beside.values()) > most else self._files()
         if files is None:
             return
         request, problems = self.request, tuple(sorted({digest_of(d.problem) for d in decisions}))
@@ -260,8 +250,11 @@ def place_of(
     path: Path, options: LoadOptions, target: Target, made: type[E], *, excess_precision: bool, how: Mapping[str, object]
 ) -> Place[E] | None:
     """The place of what compiling a file gives; None if that is not kept."""
-    if path.suffix.lower() not in READ or options.untrusted or options.example_inputs is not None or limit_bytes() <= 0:
+    if path.suffix.lower() not in READ or options.untrusted or options.example_inputs is not None:
         return None
+    with contextlib.suppress(OSError):
+        if path.stat().st_size > limit_bytes():
+            return None
     (sighting,) = sighted([path])
     return None if sighting is None else Place(sighting, options, target, excess_precision, made, how)
 
