@@ -1,7 +1,7 @@
 """Make the decisions that come with the package for the chip at hand (`schedule/shipped.py`).
 
     python benchmarks/ship.py [--device cuda] [--seconds 280] [--each 1.0] [--family llama3-8b]… [--scheme w4g64]…
-                              [--dtype bf16] [--rows 1 --rows 2 …] [--most-ops 2e12] [--model bert.onnx]… [-o FILE]
+                              [--dtype bf16]… [--rows 1 --rows 2 …] [--most-ops 2e12] [--model bert.onnx]… [-o FILE]
 
 The linear layers of Llama 3 and 3.2, Qwen 2.5 and 3, Mixtral, BERT and GPT-2, with weights of few bits as `tilewright.Linear`
 has them (`--scheme w4g64`) or as floats (`--scheme float`), by 1 to 8,192 rows, and the problems of model files. What the file
@@ -64,7 +64,7 @@ TOGETHER = 16  # problems that are compiled for at once
 @click.option("--each", default=1.0, help="Seconds for measuring a problem.")
 @click.option("--family", "families", multiple=True, type=click.Choice(list(FAMILIES)))
 @click.option("--scheme", "schemes", multiple=True, default=("w4g64",))
-@click.option("--dtype", default="bf16", help="Of activations and of float weights.")
+@click.option("--dtype", "dtypes", multiple=True, default=("bf16",), help="Of activations and of float weights.")
 @click.option("--rows", multiple=True, type=click.IntRange(1, 8192))
 @click.option("--most-ops", default=2e12, help="Multiplications and additions of a problem, at most.")
 @click.option("--model", "models", multiple=True, type=click.Path(path_type=Path))
@@ -75,7 +75,7 @@ def main(
     each: float,
     families: Sequence[str],
     schemes: Sequence[str],
-    dtype: str,
+    dtypes: Sequence[str],
     rows: Sequence[int],
     most_ops: float,
     models: Sequence[Path],
@@ -89,7 +89,7 @@ def main(
     seen, done = set[AnyProblem](), 0
     left = (
         p
-        for p in problems(target, families or list(FAMILIES), schemes, dtype, rows or ROWS, most_ops)
+        for p in problems(target, families or list(FAMILIES), schemes, dtypes, rows or ROWS, most_ops)
         if p not in seen
         and not seen.add(p)
         and place(p, target, database, each) not in measured(file, database.key_of(p, each))
@@ -146,15 +146,18 @@ def cold_at(problem: AnyProblem, target: Target) -> bool:
 
 
 def problems(
-    target: Target, families: Sequence[str], schemes: Sequence[str], dtype: str, rows: Sequence[int], most_ops: float
+    target: Target,
+    families: Sequence[str],
+    schemes: Sequence[str],
+    dtypes: Sequence[str],
+    rows: Sequence[int],
+    most_ops: float,
 ) -> Iterator[AnyProblem]:
     """The problems of the layers, those first that are asked for most."""
-    for count in rows:
-        for family in families:
-            for scheme in schemes:
-                for inner, out, biased in dict.fromkeys(FAMILIES[family]):
-                    if 2.0 * count * inner * out <= most_ops:
-                        yield from _posed(target, scheme, dtype, count, inner, out, biased=biased)
+    for count, family, scheme, dtype in itertools.product(rows, families, schemes, dtypes):
+        for inner, out, biased in dict.fromkeys(FAMILIES[family]):
+            if 2.0 * count * inner * out <= most_ops:
+                yield from _posed(target, scheme, dtype, count, inner, out, biased=biased)
 
 
 def _posed(target: Target, scheme: str, dtype: str, rows: int, inner: int, out: int, *, biased: bool) -> Iterator[AnyProblem]:

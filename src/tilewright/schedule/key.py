@@ -93,7 +93,7 @@ def circumstances(target: Target, *, excess_precision: bool) -> Key:
         chip=target.chip.name,
         processor=f"{target.name}, {caches}, features {features}",
         cores=target.cores,
-        threads=threads.count(),
+        threads=threads.count() if target.kind == "cpu" else 0,  # those of a GPU's host choose nothing
         driver=_driver() if target.kind == "cuda" else "",
         toolkit=(torch.version.cuda or torch.version.hip or "") if target.kind == "cuda" else "",
         libraries=_libraries() + _environment(),

@@ -36,7 +36,7 @@ class Key(msgspec.Struct, frozen=True):
     Attributes:
         chip: data file that the machine matched.
         processor: its marketing name, features and caches.
-        cores, threads: the machine's cores, and the threads that kernels share.
+        cores, threads: the machine's cores, and the threads that kernels share; 0 threads on a GPU.
         driver, toolkit: versions, of a GPU.
         libraries: versions of those that compile kernels or are candidates, and variables of the environment that steer them.
         tilewright: version, and a digest of the code that makes and chooses kernels.
