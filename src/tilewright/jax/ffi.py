@@ -6,8 +6,7 @@ its results are copied into XLA's buffers there. On a GPU nothing passes through
 
 Source of the layouts: `xla/ffi/api/c_api.h`, version 0.3, as jaxlib's wheel carries it (`jax.ffi.include_dir()`). Each field
 of its structures begins a word of 8 bytes (the two numbers of a version share one), so a structure is read as an array of
-integers: that takes a tenth of the time that classes of `ctypes` take. XLA states the size of each in its first field; a frame
-smaller than what is read here is refused.
+integers. XLA states the size of each in its first field; a frame smaller than what is read here is refused.
 """
 
 from __future__ import annotations
