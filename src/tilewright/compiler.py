@@ -340,7 +340,8 @@ def compile(
         if background and budget_s > 0:
             known = TuningDatabase(target, user_cache(), excess_precision=excess_precision) if cache is True else database
             executable.search_on(lambda: chooser(graph, there, float(budget_s), None, known))
-        if place is not None and as_read is not None and all_batches and not trace.notes:
+        executable.finished = all_batches and not trace.notes
+        if place is not None and as_read is not None:
             place.keep(executable, as_read, float(budget_s))
         return executable
 
@@ -353,13 +354,13 @@ def _place(
     half: str | None,
     excess_precision: bool,
 ) -> Place[Program] | None:
-    """The place of a program among those that are kept (`programs`); None for what is no file, and for what cannot be kept."""
-    if not isinstance(program, (str, Path)) or (isinstance(program, str) and "\n" in program):
+    """The place of a program among those that are kept (`programs`); None for what is no file or text, or cannot be kept."""
+    if not isinstance(program, (str, Path)):
         return None
     how: dict[str, object] = {"half": half}
     if quantize is not None:
         how["quantize"] = quantize.scheme.said, quantize.rtol, [content(b) for b in quantize.batches]
-    return place_of(Path(program), options, target, Program, excess_precision=excess_precision, how=how)
+    return place_of(program, options, target, Program, excess_precision=excess_precision, how=how)
 
 
 def _uncompiled(

@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import threading
+from dataclasses import fields, replace
 from pathlib import Path
 
 import msgspec
@@ -23,8 +24,12 @@ from tilewright import digests
 from tilewright.candidates.llvm.runtime import engine
 from tilewright.digests import Sighting
 from tilewright.errors import InputError
+from tilewright.frontends import LoadOptions
+from tilewright.hardware.detect import detect
 from tilewright.ir import evaluate
 from tilewright.ir.artefact import Container
+from tilewright.program import Program
+from tilewright.rules import calibrate
 from tilewright.runtime import artefact, programs
 from tilewright.schedule import key, tuning_database
 
@@ -241,7 +246,7 @@ def test_whatever_decides_the_result_makes_a_miss(tmp_path, reads, change, monke
         {"quantize": tilewright.Quantization(tilewright.scheme("w4", group=16), [{"x": X}])},
         {"quantize": tilewright.Quantization(tilewright.scheme("w4", group=32), [{"x": X}])},
     ],
-    ids=str,
+    ids=lambda options: f"{next(iter(options))}",
 )
 def test_every_option_has_a_program_of_its_own(tmp_path, cache, reads, options):
     path, given = model(tmp_path / "m" / "m.onnx"), {"batch": M, "budget_s": 0, **options}
@@ -256,6 +261,67 @@ def test_every_option_has_a_program_of_its_own(tmp_path, cache, reads, options):
     assert [(s.where, s.error, s.skip_reason, str(s.after.type)) for s in again.layers] == [
         (s.where, s.error, s.skip_reason, str(s.after.type)) for s in first.layers
     ]
+
+
+def test_every_option_of_a_front_end_is_asked_for(tmp_path):
+    place = programs.place_of(
+        model(tmp_path / "m" / "m.onnx"), LoadOptions(), detect("cpu"), Program, excess_precision=False, how={}
+    )
+    assert {*json.loads(place.request)["read"], *programs.NOT_READ} == {f.name for f in fields(LoadOptions)}
+    for given in ({"untrusted": True}, {"example_inputs": ()}, {"dims": True}, {"dims": {"m": (1, 4)}}):
+        options = LoadOptions(**given)
+        assert (
+            programs.place_of(tmp_path / "m" / "m.onnx", options, detect("cpu"), Program, excess_precision=False, how={})
+            is None
+        )
+
+
+HLO = """
+HloModule m
+ENTRY main {
+  a = f32[4,32]{1,0} parameter(0)
+  b = f32[32,32]{1,0} parameter(1)
+  ROOT dot = f32[4,32]{1,0} dot(a, b), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+}
+"""
+
+
+@pytest.mark.parametrize("as_file", [True, False])
+def test_hlo_is_kept_by_its_text(tmp_path, reads, as_file):
+    def given(text):
+        (tmp_path / "m.hlo").write_text(text)
+        return tmp_path / "m.hlo" if as_file else text
+
+    x, w = X, torch.randn(K, K)
+    first, again = (tilewright.compile(given(HLO), budget_s=0) for _ in range(2))
+    assert len(reads) == 1 and torch.equal(first(x, w), again(x, w))
+    other = tilewright.compile(given(HLO.replace("rhs_contracting_dims={0}", "rhs_contracting_dims={1}")), budget_s=0)
+    assert len(reads) == 2
+    torch.testing.assert_close(other(x, w), x @ w.T)
+
+
+def test_what_was_cut_short_is_not_kept(tmp_path, cache, monkeypatch):
+    path = model(tmp_path / "m" / "m.onnx")
+    inner = calibrate.calibrate
+
+    def one_batch(graph, batches, *given, **named):
+        return replace(inner(graph, batches[:1], *given, **named), batches=1)
+
+    monkeypatch.setattr("tilewright.compiler.calibrate", one_batch)
+    for name in ("a.npz", "b.npz"):
+        np.savez(tmp_path / name, x=X.numpy())
+    asked = ("run", path, "--batch", M, "--budget", "0", "--int8", "--calibration", tmp_path / "a.npz")
+    assert invoke(*asked, "--calibration", tmp_path / "b.npz").exit_code == 0
+    assert not cache.exists() or not [*cache.glob("*.twp")]
+    assert invoke(*asked).exit_code == 0 and len([*cache.glob("*.twp")]) == 1
+    assert invoke("compile", *asked[1:], "-o", tmp_path / "m.twp").exit_code == 0
+    assert torch.equal(tilewright.load_program(tmp_path / "m.twp")(X), compiled_from_command(tmp_path, asked))
+
+
+def compiled_from_command(tmp_path, asked):
+    np.savez(tmp_path / "in.npz", x=X.numpy())
+    assert invoke(*asked, "--inputs", tmp_path / "in.npz", "--output", tmp_path / "out.npz").exit_code == 0
+    return torch.from_numpy(np.load(tmp_path / "out.npz")["y"])
 
 
 def test_a_model_elsewhere_is_another(tmp_path, reads):

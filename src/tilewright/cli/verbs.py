@@ -21,7 +21,6 @@ from tilewright.cli.compile import (
     SAVED,
     Compiling,
     compile_options,
-    compile_program,
     dump_option,
     measured_ceilings,
     ready,
@@ -97,10 +96,10 @@ def compile_(given: Given, how: Compiling, output: Path, as_json: bool) -> None:
 
     if output.suffix.lower() != SAVED:
         raise InputError("a saved program is told by its suffix", where=str(output), hint=f"-o {output.stem}{SAVED}")
-    graph = given.load()
-    program, quantized = compile_program(graph, how)
-    program.save(output)
-    show(saved(program, str(given.file), output, quantized), as_json, print_saved)
+    made = ready(given, how)
+    made.program.save(output)
+    show(saved(made.program, str(given.file), output, made.quantized), as_json, print_saved)
+    made.keep()
 
 
 @cli.command(cls=Command)

@@ -107,6 +107,7 @@ class Executable:
         threads: threads for calls on a CPU; None is torch's number, but no more than the machine has for this process.
         uncompiled: runs the source itself on the inputs, where these lead another way than the one that was traced.
         told: what rules did, of a program whose trace was not kept.
+        finished: rules and calibration were not cut short for want of time.
     """
 
     source: Graph
@@ -120,6 +121,7 @@ class Executable:
     threads: int | None = None
     uncompiled: Callable[[Sequence[torch.Tensor]], list[torch.Tensor]] | None = None
     told: Account | None = None
+    finished: bool = True
 
     def __repr__(self) -> str:
         """One line of less than 500 characters: how many steps, where, from which inputs to which results."""

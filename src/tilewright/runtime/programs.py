@@ -18,7 +18,7 @@ import os
 import shutil
 import time
 from collections.abc import Generator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import cache
 from pathlib import Path
 from typing import Generic
@@ -45,6 +45,7 @@ from tilewright.schedule.tuning_database import TuningDatabase, user_cache
 
 VERSION = 1  # of what a request says
 READ = (".onnx", ".hlo", ".mlir", ".stablehlo")  # files whose front ends note what else they read (`files_beside`)
+NOT_READ = ("example_inputs", "untrusted", "dims", "scope")  # of `LoadOptions`: with the first three nothing is kept
 READERS = ("jax", "jaxlib", "ml_dtypes", "numpy", "onnx", "protobuf")  # libraries by which front ends read
 LEAST_BYTES, LEAST_NODES = 16 << 20, 200  # a smaller program, in weights and in operations, compiles as fast as it is read back
 KEPT_BPS = 0.8e9  # bytes a second that are digested and written
@@ -95,12 +96,58 @@ def content(tensors: Mapping[str, torch.Tensor]) -> dict[str, tuple[str, list[in
     }
 
 
+@dataclass(frozen=True)
+class Found:
+    """A model's file."""
+
+    file: Sighting
+
+    def said(self) -> object:
+        """What a request says of it: a link's own name is the graph's, and where it leads tells which data lie beside it."""
+        path = self.file.path
+        return str(path.absolute()), str(path.resolve()), self.file.digest()
+
+    def load(self, options: LoadOptions) -> Graph:
+        """Its graph.
+
+        Raises:
+            InputError: it is another one now.
+        """
+        if not self.file.unchanged():
+            what = "the model was changed since it was compiled"
+            raise InputError(what, where=str(self.file.path), hint="compile it again")
+        return load(self.file.path, options)
+
+    def unchanged(self) -> bool:
+        """Tell whether it is still what was found."""
+        return self.file.unchanged()
+
+
+@dataclass(frozen=True)
+class Text:
+    """A program that was given as text."""
+
+    text: str
+
+    def said(self) -> object:
+        """What a request says of it."""
+        return hashlib.sha256(self.text.encode(errors="surrogatepass")).hexdigest()
+
+    def load(self, options: LoadOptions) -> Graph:
+        """Its graph."""
+        return load(self.text, options)
+
+    def unchanged(self) -> bool:
+        """Tell whether it is still what was given."""
+        return True
+
+
 @dataclass
 class Place(Generic[E]):
     """The place of one compile's result among the kept programs.
 
     Attributes:
-        file: the model, as it was found.
+        program: the model's file, or its text.
         options: how it is read.
         target: where the program runs.
         excess_precision: as `compile` has it.
@@ -108,7 +155,7 @@ class Place(Generic[E]):
         how: what else decides the result, as JSON holds it.
     """
 
-    file: Sighting
+    program: Found | Text
     options: LoadOptions
     target: Target
     excess_precision: bool
@@ -120,19 +167,14 @@ class Place(Generic[E]):
     @property
     def request(self) -> str:
         """All that decides the result but data files beside the model, as JSON."""
-        o, path = self.options, self.file.path
-        paths = str(path.absolute()), str(path.resolve())  # a link's own name is the graph's
-        read = {
-            "input_dims": sorted(o.input_dims.items()), "batch": o.batch, "allow_calls": o.allow_calls,
-            "fixed": sorted(o.fixed.items()), "seen_dims": sorted(o.seen_dims.items()), "follow_links": o.follow_links,
-        }  # fmt: skip
+        read = {f.name: getattr(self.options, f.name) for f in fields(LoadOptions) if f.name not in NOT_READ}
         ours = {k: v for k, v in os.environ.items() if k.startswith("TILEWRIGHT_") and k not in ("TILEWRIGHT_CACHE", LIMIT)}
         said = {
-            "version": VERSION, "path": paths, "digest": self.file.digest(), "read": read,
+            "version": VERSION, "program": self.program.said(), "read": read,
             "device": self.target.device, "circumstances": circumstances(self.target, excess_precision=self.excess_precision),
             "code": code(), "readers": readers(), "environment": sorted(ours.items()), "how": self.how,
         }  # fmt: skip
-        return msgspec.json.encode(said, order="deterministic").decode()
+        return msgspec.json.encode(said, order="deterministic", enc_hook=repr).decode()
 
     @contextlib.contextmanager
     def reading(self) -> Generator[None]:
@@ -179,7 +221,7 @@ class Place(Generic[E]):
         steps = program.steps
         size = weights_bytes([s.part for s in steps])
         small = size < LEAST_BYTES and len(program.graph.nodes()) < LEAST_NODES
-        if most <= 0 or size > most or small or program.state or any(s.within for s in steps):
+        if most <= 0 or size > most or small or not program.finished or program.state or any(s.within for s in steps):
             return
         decisions = [s.decision for s in steps if s.decision is not None]
         cold = size > last_cache_bytes(self.target)
@@ -220,7 +262,7 @@ class Place(Generic[E]):
             if sighting is None or sighting.stamp != self._beside[path] or not sighting.unchanged():
                 return None
             found.append((str(path), os.path.realpath(path), sighting.digest()))
-        return tuple(found) if self.file.unchanged() else None
+        return tuple(found) if self.program.unchanged() else None
 
     def _there(self, path: Path, kept: Kept) -> bool:
         """Tell whether another process kept the same, or what had more time, meanwhile."""
@@ -238,25 +280,30 @@ class Place(Generic[E]):
             InputError: the model is another one now.
         """
         if self._constants is None:
-            if not self.file.unchanged():
-                raise InputError(
-                    "the model was changed since it was compiled", where=str(self.file.path), hint="compile it again"
-                )
-            _, self._constants = print_with_literals(load(self.file.path, self.options))
+            _, self._constants = print_with_literals(self.program.load(self.options))
         return self._constants[name].tensor()
 
 
 def place_of(
-    path: Path, options: LoadOptions, target: Target, made: type[E], *, excess_precision: bool, how: Mapping[str, object]
+    program: Path | str,
+    options: LoadOptions,
+    target: Target,
+    made: type[E],
+    *,
+    excess_precision: bool,
+    how: Mapping[str, object],
 ) -> Place[E] | None:
-    """The place of what compiling a file gives; None if that is not kept."""
-    if path.suffix.lower() not in READ or options.untrusted or options.example_inputs is not None:
+    """The place of what compiling a file, or a text of several lines, gives; None if that is not kept."""
+    if options.untrusted or options.example_inputs is not None or options.dims or limit_bytes() <= 0:
         return None
+    if isinstance(program, str) and "\n" in program:
+        return Place(Text(program), options, target, excess_precision, made, how)
+    path = Path(program)
     with contextlib.suppress(OSError):
-        if path.stat().st_size > limit_bytes():
-            return None
-    (sighting,) = sighted([path])
-    return None if sighting is None else Place(sighting, options, target, excess_precision, made, how)
+        if path.suffix.lower() in READ and path.stat().st_size <= limit_bytes():
+            (sighting,) = sighted([path])
+            return None if sighting is None else Place(Found(sighting), options, target, excess_precision, made, how)
+    return None
 
 
 def _as_read(files: Sequence[tuple[str, str, str]]) -> bool:
