@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TypeVar
@@ -11,6 +12,7 @@ from typing import TypeVar
 import torch
 
 from tilewright.compiler import home, optimise
+from tilewright.deadline import Budget
 from tilewright.errors import InputError, UnsupportedError, check_type, counted
 from tilewright.hardware.detect import detect
 from tilewright.hardware.target import Target
@@ -18,7 +20,7 @@ from tilewright.ir.graph import Graph, label_of
 from tilewright.ir.literal import Literal
 from tilewright.ir.pattern import Trace
 from tilewright.program import Program
-from tilewright.progress import Progress
+from tilewright.progress import Progress, said
 from tilewright.runtime.executable import prepare
 from tilewright.runtime.partition import Part, decided, parts_for, problem_of_part
 from tilewright.schedule.ahead import Job
@@ -28,10 +30,12 @@ from tilewright.schedule.problem import AnyProblem, Problem
 from tilewright.schedule.record import Key
 from tilewright.schedule.search import Decision, search
 from tilewright.schedule.tuning_database import TuningDatabase, user_cache
+from tilewright.schedule.worker import begin
 from tilewright.threads import limited, threaded
 
 MOST_ROWS = 4096
 DEFAULT_BUDGET_S = 60.0
+LEAST_S = 0.1  # for measuring, where reading took all of the time
 KEPT = 128  # numbers of rows whose kernels are kept ready
 MOST_DECIDED = 4096
 GIVEN = "a function from a number of rows to the program for it: lambda rows: tilewright.load(…)"
@@ -202,7 +206,8 @@ def compile_rows(
         graph_at: the program for a number of rows, asked for once for each; its constants are the same memory for all.
         first, last: the range, of two numbers of rows at least.
         device: "cpu", "cuda" or "cuda:1", or a torch device; None is where the weights lie.
-        budget_s: seconds for measuring, more than 0.
+        budget_s: seconds by the clock for all of it, more than 0: numbers of rows that there is no time for go with their
+            neighbours.
         cache: read back the table that any process measured with as much time in the same circumstances, and keep this one.
         threads: threads for calls on a CPU and for measuring; None is torch's number, but no more than the machine has for
             this process.
@@ -217,28 +222,31 @@ def compile_rows(
         hint = "tilewright.compile, for one number of rows" if first == last else "such as first=1, last=4096"
         raise InputError(f"no range of rows from {first} to {last}", hint=hint)
     check_type(graph_at, (Callable,), "graph_at", GIVEN)
-    target = None if device is None else detect(device)
-    graph_at = lru_cache(KEPT)(graph_at)  # tracing a torch module takes most of a second, and races ask for it again
-    for rows in (first, last):
-        check_type(graph_at(rows), Graph, f"graph_at({rows})", GIVEN)
-    target = target or detect(home(graph_at(first)))
-    _varying_axis(graph_at(first), graph_at(last))
+    budget, told = Budget(budget_s), f"measuring which kernels serve {first} to {last:,} rows"
+    with nullcontext(progress) if progress is not None else said(told, budget.ends) as progress:
+        target = None if device is None else detect(device)
+        graph_at = lru_cache(KEPT)(graph_at)  # tracing a torch module takes most of a second, and races ask for it again
+        for rows in (first, last):
+            check_type(graph_at(rows), Graph, f"graph_at({rows})", GIVEN)
+        target = target or detect(home(graph_at(first)))
+        _varying_axis(graph_at(first), graph_at(last))
 
-    def measured() -> Buckets:
-        return bucketed(
-            lambda m: _posed(graph_at(m), target), target, first=first, last=last, budget_s=budget_s, progress=progress
-        )
+        def measured() -> Buckets:
+            begin()
+            left_s = max(LEAST_S, budget.left_s()) if budget_s > 0 else budget_s  # which it refuses
+            posed_at = lambda m: _posed(graph_at(m), target)  # noqa: E731
+            return bucketed(posed_at, target, first=first, last=last, budget_s=left_s, progress=progress)
 
-    if not cache or not budget_s > 0:  # which it refuses
-        return AnyRows(graph_at, measured(), target, threads)
-    known = TuningDatabase(target, user_cache())
-    key = known.key_of_rows(first, last, [_product(graph_at(rows), target) for rows in (first, last)])
-    with known.alone_with_rows(key, budget_s):
-        table = _recalled(graph_at, target, known, key, budget_s)
-        if table is None:
-            table = measured()
-            known.keep_rows(recorded(table, key, budget_s))
-    return AnyRows(graph_at, table, target, threads)
+        if not cache or not budget_s > 0:
+            return AnyRows(graph_at, measured(), target, threads)
+        known = TuningDatabase(target, user_cache())
+        key = known.key_of_rows(first, last, [_product(graph_at(rows), target) for rows in (first, last)])
+        with known.alone_with_rows(key, budget_s):
+            table = _recalled(graph_at, target, known, key, budget_s)
+            if table is None:
+                table = measured()
+                known.keep_rows(recorded(table, key, budget_s))
+        return AnyRows(graph_at, table, target, threads)
 
 
 def known_rows(graph_at: GraphAt, target: Target, *, first: int = 1, last: int = MOST_ROWS) -> Buckets | None:

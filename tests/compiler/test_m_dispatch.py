@@ -1,6 +1,7 @@
 """One product for any number of rows: families, crossovers, packings, and the program that serves them."""
 
 import json
+import time
 from dataclasses import dataclass
 
 import numpy as np
@@ -65,7 +66,7 @@ def timed_by(model, monkeypatch):
     """The search as a table of times: family name -> (start, slope)."""
     races = []
 
-    def search(problem, target, *, budget_s, candidates, weights, cold):
+    def search(problem, target, *, budget_s, candidates, weights, cold, within_s):
         found = []
         for family in candidates:
             if refusal(family, problem, target) is None:
@@ -96,6 +97,40 @@ def test_crossovers_are_found_by_bisection(monkeypatch):
     assert len(races) <= 12 + 10 + 4
     assert table.at(210).family.name == "a nr=4" and table.at(211).family.name == "b"
     assert [m for m in table.measured if m.bit_count() == 1] == [1, 2, 4, 8, 16, 32, 64, 128, 256, 512]
+
+
+@pytest.mark.parametrize(("budget_s", "raced"), [(1000.0, 11 + 7), (20.0, 12), (9.0, 8), (1.0, 2), (1e-3, 2)])
+def test_a_table_is_made_within_its_time(monkeypatch, budget_s, raced):
+    """Each race takes a second for each family, and no more than it is given but for the first of them. With less time fewer
+    numbers of rows race, the ends always; all rows are served, from where they would be with more time."""
+    now = [1000.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    races = timed_by({"a nr=4": (10, 2), "b": (200, 1)}, monkeypatch)
+    timed = module.search
+
+    def slow(problem, target, **how):
+        assert how["budget_s"] <= how["within_s"] <= budget_s
+        now[0] += max(1.0, min(how["within_s"], len(how["candidates"])))
+        return timed(problem, target, **how)
+
+    monkeypatch.setattr(module, "search", slow)
+    table = bucketed(posed, CPU, last=1000, budget_s=budget_s, candidates=[Fake("a", [4]), Fake("b", [0])])
+    assert now[0] - 1000.0 <= max(budget_s, 2.0) + 2.0  # two kernels more: one under way, one for an end that nobody won
+    assert {1, 1000} <= set(table.measured) and len(table.measured) == raced and list(table.measured) == sorted(table.measured)
+    (_, end, one), (start, _, two) = spans(table)
+    assert (one, two) == ("a nr=4", "b") and start == end + 1
+    assert [m for m, _ in races][:2] == [1, 1000]
+    assert end == 210  # where times grow evenly, those of the ends say as much
+
+
+def test_who_is_far_slower_at_both_neighbours_does_not_race(monkeypatch):
+    races = timed_by({"a nr=4": (1, 1), "b": (1, 3), "c": (9, 1.5)}, monkeypatch)
+    contenders = [Fake("a", [4]), Fake("b", [0]), Fake("c", [0])]
+    table = bucketed(posed, CPU, last=64, candidates=contenders)
+    assert spans(table) == [(1, 64, "a nr=4")]
+    raced = dict(races[:7])
+    assert len(raced[1]) == len(raced[64]) == 3 and len(raced[8]) == 3  # c is near the fastest at 64, b at 1
+    assert "b" not in raced[16] and "b" not in raced[32] and "c" in raced[32]
 
 
 def test_one_packing_unless_a_second_is_worth_it(monkeypatch):

@@ -292,7 +292,7 @@ class Linear(torch.nn.Module):
 
         Args:
             dtype: of the activations, as for `prepare`.
-            budget_s: seconds for measuring.
+            budget_s: seconds by the clock for all of it, as for `compile_rows`.
             progress: called with races done, races expected, and what comes next.
 
         Raises:

@@ -9,11 +9,14 @@ from __future__ import annotations
 import itertools
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 
 import torch
 
+from tilewright.deadline import Budget
 from tilewright.errors import InputError, UnsupportedError
 from tilewright.hardware.target import Target
 from tilewright.progress import Progress
@@ -31,6 +34,7 @@ from tilewright.schedule.candidate import (
     plan_for,
     planned,
 )
+from tilewright.schedule.cost import predict
 from tilewright.schedule.measure import last_cache_bytes
 from tilewright.schedule.problem import Problem
 from tilewright.schedule.record import End, Key, Range, Table
@@ -40,6 +44,11 @@ MOST_PACKINGS = 2
 WORTH = 1.05  # times faster that a second packing must make some number of rows
 LOOKED_AT = 64  # points of a candidate's space, the best first, among which its families are found
 FAMILIES = 3  # of one candidate that are measured
+UNKNOWN_US = 1e3  # of a kernel that was not timed, and of which the cost model knows nothing
+HOPELESS = 2.0  # times as slow as the fastest
+LATER = 4  # races that are expected beside those at the powers of two
+# Of a race's share of the time: what measuring has beside building and checking, and all that it may take at most.
+MEASURING, GENEROUS = 0.5, 2.0
 
 Order = tuple[tuple[str, Knob], ...]
 PosedAt = Callable[[int], tuple[Problem, Mapping[int, torch.Tensor]]]
@@ -121,13 +130,16 @@ def bucketed(
 ) -> Buckets:
     """The table from `first` to `last` rows.
 
-    All families race at the powers of two between them and at both ends. Of the families that pack the weight one is kept, or
-    two if the second makes some number of rows 5 % faster. A family goes on serving while nobody is 5 % faster; where
-    neighbours are served by different ones, the crossover is found by bisection. Packings that depend on the rows take no part.
+    All families race at both ends and at the powers of two between them, far apart first; one that was twice as slow as
+    another at the numbers of rows next below and above takes no part. Of the families that pack the weight one is kept, or two
+    if the second makes some number of rows 5 % faster. A family goes on serving while nobody is 5 % faster; where neighbours
+    are served by different ones, the crossover is found by bisection. Packings that depend on the rows take no part.
+
+    What there is no time for is left out: numbers of rows between others, steps of bisections. Both ends race always.
 
     Args:
         posed_at: the problem for a number of rows, and its weights by source index.
-        budget_s: seconds for measuring, more than 0, spread evenly over the races.
+        budget_s: seconds by the clock, more than 0, building and checking included, spread evenly over the races.
         candidates: who may compete; all but the reference by default.
         progress: called with races done, races expected, and what comes next.
 
@@ -143,17 +155,23 @@ def bucketed(
             hint="more time, such as --budget 60 (budget_s=60); a product of one number of rows can do without",
         )
     probes = sorted({first, last, *(1 << i for i in range(last.bit_length()) if first <= 1 << i <= last)})
-    bisections = max(1, math.ceil(math.log2(max(last - first, 2))))
-    race = _Race(posed_at, target, budget_s / (len(probes) + 2 * bisections), len(probes) + 2 * bisections, progress)
+    race = _Race(posed_at, target, budget_s, len(probes), progress)
     found = list(candidates if candidates is not None else [c for c in discover() if _serves(c)])
-    families = {f.name: f for m in probes for f in _families(found, posed_at(m)[0], target)}
-    times = {m: dict(race.times(m, list(families.values()))) for m in probes}
-    served = {n: next(m for m in probes if n in times[m]) for t in times.values() for n in t}
-    packed_bytes = {n: race.packed_bytes(m, families[n]) for n, m in served.items()}
-    for name, size in packed_bytes.items():
-        if size and families[name].candidate.packing_knobs is None:
-            for race_times in times.values():
-                race_times.pop(name, None)
+    families, raced = dict[str, PackingVariants](), dict[int, dict[str, float]]()
+    packed_bytes: dict[str, int] = {}
+    for m in _far_apart_first(probes):
+        if len(raced) >= 2 and not race.room():
+            break
+        for f in _families(found, race.posed_at(m)[0], target):
+            if f.candidate.packing_knobs is None and f.name not in packed_bytes:
+                packed_bytes[f.name] = race.packed_bytes(m, f)
+            if f.candidate.packing_knobs is not None or not packed_bytes[f.name]:
+                families.setdefault(f.name, f)
+        raced[m] = dict(race.times(m, _promising(families, raced, m)))
+    probes = sorted(raced)
+    times = {m: raced[m] for m in probes}
+    for name in dict.fromkeys(n for t in times.values() for n in t if n not in packed_bytes):
+        packed_bytes[name] = race.packed_bytes(next(m for m in probes if name in times[m]), families[name])
     kept = _kept(times, packed_bytes)
     winners: dict[int, str] = {}
     for before, m in zip((None, *probes), probes, strict=False):
@@ -167,18 +185,56 @@ def bucketed(
         if winners[left] != winners[right]:
             one, two = families[winners[left]], families[winners[right]]
             low, high = left, right
-            while high - low > 1:
+            while high - low > 1 and race.room():
                 middle = (low + high) // 2
-                now = race.times(middle, [one, two])
+                now = raced[middle] = dict(race.times(middle, [one, two]))
                 low, high = (
                     (middle, high) if now.get(one.name, math.inf) <= WORTH * now.get(two.name, math.inf) else (low, middle)
                 )
-            table.append(race.bucket(start, low, one))
-            start = high
+            guessed = low + int((high - low) * _crossing([raced[m] for m in (low, high)], one.name, two.name))
+            tried = dict.fromkeys((min(guessed, high - 1), high - 1, low))
+            end = next((e for e in tried if race.serves(e, one) and race.serves(e + 1, two)), low)
+            table.append(race.bucket(start, end, one))
+            start = end + 1
     table.append(race.bucket(start, last, families[winners[last]]))
     used = dict.fromkeys(r.family.name for r in table)
     packings = {n: packed_bytes[n] for n in used if packed_bytes[n]}
-    return Buckets(tuple(table), packings, race.measured, race.noise)
+    return Buckets(tuple(table), packings, dict(sorted(race.measured.items())), race.noise)
+
+
+def _far_apart_first(ordered: Sequence[int]) -> Iterator[int]:
+    """Both ends, then what lies in the middle of those that were given, again and again."""
+    yield from dict.fromkeys((ordered[0], ordered[-1]))
+    gaps = deque([(0, len(ordered) - 1)])
+    while gaps:
+        low, high = gaps.popleft()
+        if high - low > 1:
+            middle = (low + high) // 2
+            yield ordered[middle]
+            gaps += (low, middle), (middle, high)
+
+
+def _crossing(times: Sequence[Mapping[str, float]], one: str, two: str) -> float:
+    """The part of the way between two numbers of rows to where a family serves on, if times grow evenly between them; half of
+    it, where one of them was not timed there."""
+    if any(name not in t for t in times for name in (one, two)):
+        return 0.5
+    before, after = (t[one] - WORTH * t[two] for t in times)
+    return before / (before - after) if before < 0 < after else 0.5
+
+
+def _promising(
+    families: Mapping[str, PackingVariants], raced: Mapping[int, Mapping[str, float]], rows: int
+) -> list[PackingVariants]:
+    """The families but for those that were far slower than another at the numbers of rows next below and above."""
+    near = [max((m for m in raced if m < rows), default=None), min((m for m in raced if m > rows), default=None)]
+    beside = [raced[m] for m in near if m is not None]
+
+    def slow(name: str) -> bool:
+        known = [name in t for t in beside]
+        return len(known) == 2 and any(known) and all(t.get(name, math.inf) > HOPELESS * min(t.values()) for t in beside)
+
+    return [f for name, f in families.items() if not slow(name)]
 
 
 def recorded(table: Buckets, key: Key, budget_s: float) -> Table:
@@ -262,42 +318,83 @@ def _kept(times: Mapping[int, Mapping[str, float]], packed_bytes: Mapping[str, i
 
 
 class _Race:
-    """Families against each other at one number of rows after another."""
+    """Families against each other at one number of rows after another, within a budget."""
 
-    def __init__(self, posed_at: PosedAt, target: Target, share_s: float, total: int, progress: Progress | None) -> None:
-        self._posed_at, self._target, self._share_s, self._total, self._progress = posed_at, target, share_s, total, progress
+    def __init__(self, posed_at: PosedAt, target: Target, budget_s: float, total: int, progress: Progress | None) -> None:
+        self.posed_at: PosedAt = cache(posed_at)
+        self._target, self._total, self._progress = target, total, progress
+        self._budget, self._longest_s = Budget(budget_s), 0.0
+        self._decided: dict[int, Decision] = {}
         self.measured: dict[int, dict[str, float]] = {}
         self.noise = ""
+
+    def room(self) -> bool:
+        """Tell whether one more race is likely to end in time."""
+        return self._budget.left_s() > self._longest_s
 
     def times(self, rows: int, families: Sequence[PackingVariants]) -> Mapping[str, float]:
         """Microseconds by family; those that refuse or fail are missing."""
         if self._progress is not None:
             self._progress(len(self.measured), max(self._total, len(self.measured) + 1), f"{rows} rows")
-        decision = self._search(rows, families)
-        found = {self._name(decision.kernel, families): decision.time_us or math.inf}
+        began = time.monotonic()
+        decision = self._decided[rows] = self._search(rows, families)
+        self._longest_s = max(self._longest_s, time.monotonic() - began)
+        won = self._name(decision.kernel, families)
+        if decision.time_us is None:  # for want of time
+            return {won: self._expected_us(decision)}
+        found = {won: decision.time_us}
         for r in decision.rejected:
             if r.time_us is not None:
                 found[r.candidate] = min(r.time_us, found.get(r.candidate, math.inf))
         self.measured.setdefault(rows, {}).update(found)
         return found
 
+    def _expected_us(self, decision: Decision) -> float:
+        """The time that the cost model expects of a kernel that was not timed."""
+        candidate = next(c for c in discover() if c.name == decision.kernel.candidate)
+        return predict(candidate, decision.problem, decision.kernel.schedule, self._target) or UNKNOWN_US
+
+    def serves(self, rows: int, family: PackingVariants) -> bool:
+        """Tell whether a family has a kernel for a number of rows."""
+        plan = planned(family, self.posed_at(rows)[0], self._target)
+        return not isinstance(plan, Refusal) and next(iter(plan.schedules()), None) is not None
+
     def packed_bytes(self, rows: int, family: PackingVariants) -> int:
         """The bytes of packed weight that a family takes, built for a number of rows that it serves."""
-        plan = plan_for(family, self._posed_at(rows)[0], self._target)
+        plan = plan_for(family, self.posed_at(rows)[0], self._target)
         return plan.build(next(iter(plan.schedules()))).packed_bytes
 
     def bucket(self, first: int, last: int, family: PackingVariants) -> Bucket:
-        at_first = self._search(first, [family])
-        return Bucket(first, last, family, at_first, at_first if first == last else self._search(last, [family]))
+        at_first = self._alone(first, family)
+        return Bucket(first, last, family, at_first, at_first if first == last else self._alone(last, family))
 
-    def _search(self, rows: int, families: Sequence[PackingVariants]) -> Decision:
-        problem, weights = self._posed_at(rows)
+    def _alone(self, rows: int, family: PackingVariants) -> Decision:
+        """The best of a family; what won a race, or passes its check first, where there is no time for another one."""
+        won = self._decided.get(rows)
+        if won is not None and not self.room() and self._name(won.kernel, [family]) == family.name:
+            return won
+        try:
+            return self._search(rows, [family])
+        except UnsupportedError:  # it has no kernel for so many rows, and there was no time to find out where it has
+            return self._search(rows, [c for c in discover() if _serves(c)])
+
+    def _search(self, rows: int, families: Sequence[Candidate]) -> Decision:
+        problem, weights = self.posed_at(rows)
         cold = sum(problem.types[i].size_bytes for i in weights) > last_cache_bytes(self._target)  # as a program's are
-        found = search(problem, self._target, budget_s=self._share_s, candidates=families, weights=weights, cold=cold)
+        share_s = self._budget.left_s() / (max(self._total - len(self._decided), 0) + LATER)
+        found = search(
+            problem,
+            self._target,
+            budget_s=MEASURING * share_s,
+            candidates=families,
+            weights=weights,
+            cold=cold,
+            within_s=GENEROUS * share_s,
+        )
         self.noise = self.noise or found.provisional
         return found
 
     @staticmethod
     def _name(kernel: Kernel, families: Sequence[PackingVariants]) -> str:
         own = (f for f in families if f.candidate.name == kernel.candidate)
-        return next(f.name for f in own if f.order == _order(f.candidate, kernel.schedule))
+        return next((f.name for f in own if f.order == _order(f.candidate, kernel.schedule)), "")
