@@ -381,6 +381,38 @@ def test_what_another_key_signed_is_not_run(tmp_path, cache, reads, caplog):
     assert len(reads) == 2 and "it is not signed by this user's key" in caplog.text
 
 
+def test_what_somebody_else_could_have_written_is_not_read(tmp_path, cache, reads):
+    path = model(tmp_path / "m" / "m.onnx")
+    compiled(path)
+    (kept,) = cache.glob("*.twp")
+    kept.chmod(0o666)
+    compiled(path)
+    compiled(path)
+    assert len(reads) == 2 and kept.stat().st_mode & 0o777 == 0o600
+    kept.rename(tmp_path / "m.twp")
+    kept.symlink_to(tmp_path / "m.twp")
+    compiled(path)
+    compiled(path)
+    assert len(reads) == 3 and not kept.is_symlink()
+    cache.chmod(0o777)
+    compiled(path)
+    assert len(reads) == 4
+
+
+def test_what_cannot_be_signed_is_not_kept(tmp_path, cache, monkeypatch):
+    monkeypatch.setattr(artefact, "_key", lambda: None)
+    compiled(model(tmp_path / "m" / "m.onnx"))
+    assert not [*cache.glob("*.twp")]
+
+
+def test_a_model_is_found_from_another_folder(tmp_path, reads, monkeypatch):
+    path = model(tmp_path / "m" / "m.onnx")
+    monkeypatch.chdir(tmp_path)
+    wanted = compiled(path.relative_to(tmp_path))(X)
+    monkeypatch.chdir(path.parent)
+    assert torch.equal(compiled("m.onnx")(X), wanted) and len(reads) == 1
+
+
 def test_a_model_that_changes_while_its_program_runs_is_not_taken_for_it(tmp_path, monkeypatch):
     path = model(tmp_path / "m" / "m.onnx")
     compiled(path)

@@ -121,7 +121,7 @@ def note_file(path: Path, descriptor: int) -> None:
     """Note that a program's data come from a file that was opened."""
     found = _BESIDE.get()
     if found is not None:
-        found[path] = stamp_of(os.fstat(descriptor))
+        found[path.absolute()] = stamp_of(os.fstat(descriptor))
 
 
 def untrusted() -> bool:

@@ -374,7 +374,7 @@ def artefact_of(program: Executable) -> bytes:
 
 
 def keep(program: Executable, read: Graph, kept: Kept, path: Path) -> None:
-    """Write a program as one that is kept beside the model that it was compiled from.
+    """Write a program as one that is kept beside the model that it was compiled from; nothing where none can be signed.
 
     Args:
         read: the graph as the front end gave it. Its large constants stay where they are, in the model.
@@ -384,6 +384,8 @@ def keep(program: Executable, read: Graph, kept: Kept, path: Path) -> None:
         InputError: the file cannot be written.
         UnsupportedError: the program holds what no file can.
     """
+    if _key() is None:
+        return
     writer = _Writer()
     text = writer.read(read)
     with whole_file(path) as draft:

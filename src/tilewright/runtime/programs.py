@@ -190,6 +190,8 @@ class Place(Generic[E]):
         request = self.request
         try:
             path = self._path(request)
+            if foreign(path) is not None:
+                path.unlink()
             if not path.exists():
                 return None
         except OSError:
