@@ -285,9 +285,14 @@ class AnyShape:
         if len(self._regions) >= MOST_REGIONS:
             self._regions.pop(1)
         shown = ", ".join(f"{name} = {value}" for name, value in values.items())
-        for hints in (_like(values, self._regions[0].reading.scope), values):
+        few = [name for name, value in values.items() if value <= 1]  # which are not like others
+        for hints, fixed in ((_like(values, self._regions[0].reading.scope), few), (values, few), (values, [*values])):
             try:
-                reading = self._read(Scope().expect(hints))
+                reading = self._read(Scope().expect(hints, fixed))
+            except TypeMismatchError:
+                if len(fixed) == len(values):
+                    raise
+                continue
             except InputError as error:
                 raise InputError(error.what, where=f"{self.source.name} for {shown}", hint=error.hint) from error
             self.compiled += 1

@@ -100,10 +100,7 @@ class LoadOptions:
         if isinstance(self.dims, bool):
             return self.scope.extent(Dim(spelt(name))) if self.dims else None
         given = self.dims.get(name)
-        if given is None:
-            return None
-        dim = cast("Dim", given)
-        return self.scope.extent(Dim(spelt(name), dim.low, dim.high, dim.multiple_of))
+        return None if given is None else self.scope.extent(cast("Dim", given))
 
 
 @contextlib.contextmanager

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from tilewright.dtype import S64, DType
-from tilewright.ir.dims import is_open
+from tilewright.ir.dims import Extent, is_open
 from tilewright.ir.graph import Node
 from tilewright.ir.literal import literal
 from tilewright.ir.ops import (
@@ -34,7 +34,10 @@ def input_(label: str, dtype: DType, shape: Sequence[int]) -> Node:
 
 
 def const(value: bool | float | int | Sequence[float] | torch.Tensor, dtype: DType | None = None) -> Node:
-    """A constant from numbers or a tensor (kept by reference)."""
+    """A constant from numbers or a tensor (kept by reference); of an open extent its number, converted."""
+    if isinstance(value, Extent):
+        number = extents([value], single=True)
+        return number if dtype is None else convert(number, dtype)
     return Node(Const(literal(value, dtype)))
 
 
@@ -79,7 +82,7 @@ def broadcast(x: Node, shape: Sequence[int]) -> Node:
 def slice_(x: Node, axis: int, start: int, stop: int, step: int = 1) -> Node:
     """Elements start…stop along one axis, each `step`-th of them; x itself if that is all of it."""
     axis = normalize_axis(axis, len(x.shape), "slice")
-    if (start, stop, step) == (0, x.shape[axis], 1):
+    if step == 1 and stop - start == x.shape[axis]:
         return x
     low = tuple(start if a == axis else 0 for a in range(len(x.shape)))
     high = tuple(stop if a == axis else d for a, d in enumerate(x.shape))

@@ -70,14 +70,15 @@ class Dim:
 
 
 def as_dim(name: str, given: object) -> Dim:
-    """The dim that a user gives for a name: a `Dim`, `(low, high)`, `(low, high, multiple_of)`, or the upper bound alone.
+    """The dim that a user gives for a name of the program's: a `Dim`, `(low, high)`, `(low, high, multiple_of)`, or the upper
+    bound alone.
 
     Raises:
         InputError: it is none of these.
     """
-    name = spelt(name)
     if isinstance(given, Dim):
-        return Dim(name, given.low, given.high, given.multiple_of)
+        return given
+    name = spelt(name)
     if isinstance(given, int) and not isinstance(given, bool):
         return Dim(name, 1, given)
     parts = tuple(cast("Iterable[int]", given)) if isinstance(given, (tuple, list, range)) else ()
@@ -200,10 +201,12 @@ class Scope:
     guards: dict[Guard | Finding, None] = field(default_factory=dict[Guard | Finding, None])
     differing: dict[Guard, None] = field(default_factory=dict["Guard", None])
     _asked: dict[str, int] = field(default_factory=dict[str, int])
+    _fixed: set[str] = field(default_factory=set[str])
 
-    def expect(self, hints: Mapping[str, int]) -> Scope:
-        """The scope itself, which takes these hints for dims yet to come."""
+    def expect(self, hints: Mapping[str, int], fixed: Iterable[str] = ()) -> Scope:
+        """The scope itself, which takes these hints for dims yet to come; those that are `fixed` are these numbers."""
         self._asked.update(hints)
+        self._fixed.update(fixed)
         return self
 
     def extent(self, dim: Dim) -> int:
@@ -225,6 +228,11 @@ class Scope:
             asked = self._asked.get(dim.name)
             self.hints[dim.name] = asked if asked is not None and asked in dim else _hint(dim, self.hints.values())
         name = dim.name
+        if name in self._fixed:
+            value = self.hints[name]
+            if not any(str(g) == f"{name} is {value}" for g in self.guards):
+                self.found(f"{name} is {value}", lambda values: values[name] == value)
+            return value
         atom = Atom(self, name, (name,), self.hints[name], (low, high), lambda values: values[name], by)
         return _made(((((atom,), 1)),))
 
@@ -619,7 +627,8 @@ def _decided(relation: Relation, a: int, b: int) -> bool | None:
             return False
         constant = next((c for m, c in apart.terms if not m), 0)
         by = math.gcd(*(c * math.prod(x.multiple_of for x in m) for m, c in apart.terms if m))
-        return False if constant % by or _is_one(a, b) or _is_one(b, a) else None
+        beside = apart - constant if constant == -1 else constant - apart  # of which it is asked whether it is 1
+        return False if constant % by or (abs(constant) == 1 and bounds_of(beside)[0] == 1) else None
     if high < 0:
         return True
     if low >= 0:
@@ -640,6 +649,12 @@ def _is_zero(extent: int) -> bool:
 
 def _is_one(extent: int, one: int) -> bool:
     return type(one) is int and one == 1 and isinstance(extent, Extent) and extent.bounds[0] == 1
+
+
+def slice_bounds(start: int | None, stop: int | None, extent: int) -> tuple[int, int]:
+    """The first element that Python's slice with a positive step takes of an axis, and the end, which is not before it."""
+    first, last = (min(max(i + extent if i < 0 else i, 0), extent) for i in (start or 0, extent if stop is None else stop))
+    return first, max(first, last)
 
 
 def named(extent: int) -> str | None:

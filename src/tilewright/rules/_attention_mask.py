@@ -178,9 +178,12 @@ def sight(mask: Node, queries: int, keys: int) -> Sight:
         def now(values: Mapping[str, int]) -> Sight:
             rows, columns = extent_at(queries, values), extent_at(keys, values)
             seen = sight(nodes_at((mask,), values)[mask], rows, columns)
-            if (seen == "upper" and rows == columns) or (seen == "all" and rows == 1):
-                return "lower" if found == "lower" else seen  # which are the same here
-            return "upper" if (seen, found, columns) == ("all", "upper", 1) else seen
+            alike = (
+                (found == "lower" and seen == "upper" and rows == columns)
+                or (found == "lower" and seen == "all" and rows == 1)
+                or (found == "upper" and seen == "all" and columns == 1)
+            )
+            return cast("Sight", found) if alike else seen
 
         found: Sight | None = None
         found = now(scope.hints)

@@ -25,6 +25,7 @@ from tilewright.ir.build import (
     slice_,
     transpose,
 )
+from tilewright.ir.dims import slice_bounds
 from tilewright.ir.graph import Node
 from tilewright.ir.ops import Gather, Iota, Pad, Select, Slice
 
@@ -177,8 +178,8 @@ def _slice(op: OpNode) -> Node:
         if step < 0:
             reversed_axes.append((a, range(*slice(start, stop, step).indices(extent))))
         else:
-            first, last = (min(max(i + extent if i < 0 else i, 0), extent) for i in (start, stop))
-            low[a], high[a], by[a] = first, max(first, last), step
+            low[a], high[a] = slice_bounds(start, stop, extent)
+            by[a] = step
     if (low, high, by) != ([0] * len(x.shape), list(x.shape), [1] * len(x.shape)):
         x = Node(Slice(tuple(low), tuple(high), tuple(by)), x)
     for a, picked in reversed_axes:

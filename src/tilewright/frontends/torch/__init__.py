@@ -24,9 +24,10 @@ from tilewright.frontends import LoadOptions
 from tilewright.frontends.torch import call as calls
 from tilewright.frontends.torch import elementwise, few_bits, index, matmul, quantize, reduce, views
 from tilewright.frontends.torch import file_call as file_calls
-from tilewright.frontends.torch.export import arguments, exported, places, program_name
+from tilewright.frontends.torch.export import arguments, exported, places, program_name, user_inputs
 from tilewright.frontends.torch.reader import Reader
 from tilewright.frontends.torch.registry import DependsOnDataError
+from tilewright.frontends.torch.symbols import reading, symbols_of
 from tilewright.frontends.torch.taken import COMPARED, as_taken, differs_as_traced, note
 from tilewright.ir.graph import Graph
 from tilewright.ir.ops import Call
@@ -149,7 +150,10 @@ def _read(
     program: torch.nn.Module | ExportedProgram, options: LoadOptions, asked: list[str] | None = None, *, taken: bool = False
 ) -> Graph:
     ready = exported(program, options, asked, taken=taken)
-    return replace(Reader(ready, program_name(program)).read(), places=places(program, ready, options.example_inputs))
+    symbols = symbols_of(ready, user_inputs(ready), options) if options.dims else None
+    with reading(symbols):
+        graph = Reader(ready, program_name(program)).read()
+    return replace(graph, places=places(program, ready, options.example_inputs))
 
 
 def evaluate_call(call: Call, values: Sequence[object]) -> list[torch.Tensor]:

@@ -29,6 +29,7 @@ from tilewright.frontends.torch.around import (
     quiet,
 )
 from tilewright.frontends.torch.registry import TRANSLATIONS, DependsOnDataError
+from tilewright.frontends.torch.symbols import dynamic_shapes
 
 _ALIASED = "expected compiled_fn"  # what torch asserts where two names are of one tensor
 # Decompositions that round, or overflow, elsewhere than torch's kernels, which do these in 16 bits from step to step; or that
@@ -65,14 +66,14 @@ def exported(
         module, where = program, program_name(program)
         try:
             with asking([] if asked is None else asked), contextlib.nullcontext() if taken else numbers_refused(where):
-                traced = _export(module, args, kwargs, where)
+                traced = _export(module, args, kwargs, where, dims=options.dims)
             return _functional(traced, options, kept)
         except InputError as error:
             if _ALIASED not in str(error):
                 raise
         # Buffers that are also attributes of objects, as a cache's are, are told apart by a trace of the Python code alone.
-        return _functional(_export(module, args, kwargs, where, strict=True), options, kept)
-    if symbolic := _symbolic_inputs(program):
+        return _functional(_export(module, args, kwargs, where, strict=True, dims=options.dims), options, kept)
+    if (symbolic := _symbolic_inputs(program)) and not options.dims:
         program = _bound(program, symbolic, options)
     return _functional(program, options, kept)
 
@@ -97,13 +98,20 @@ def _functional(program: ExportedProgram, options: LoadOptions, decompositions: 
 
 
 def _export(
-    module: torch.nn.Module, args: tuple[object, ...], kwargs: dict[str, object], where: str, *, strict: bool = False
+    module: torch.nn.Module,
+    args: tuple[object, ...],
+    kwargs: dict[str, object],
+    where: str,
+    *,
+    strict: bool = False,
+    dims: Mapping[str, object] | bool = False,
 ) -> ExportedProgram:
     """The module traced: what a cache of transformers holds are results by name."""
+    shapes = dynamic_shapes(module, dims, args, kwargs) if dims else None
 
     def run() -> ExportedProgram:
         with casts_that_change_nothing(), NothingMade():
-            return torch.export.export(module, args, kwargs, strict=strict)
+            return torch.export.export(module, args, kwargs, dynamic_shapes=shapes, strict=strict)
 
     try:
         return _translated_errors(run, where)

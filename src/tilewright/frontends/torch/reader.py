@@ -18,10 +18,12 @@ from tilewright.errors import TypeMismatchError, UnsupportedError
 from tilewright.frontends.torch.call import call, schema_of, tensors_in
 from tilewright.frontends.torch.export import changes
 from tilewright.frontends.torch.registry import TRANSLATIONS, DependsOnDataError, Site
+from tilewright.frontends.torch.symbols import extent_of
 from tilewright.frontends.torch.taken import COMPARED
 from tilewright.frontends.torch.types import cast as as_type
 from tilewright.frontends.torch.types import dtype_of, type_of
 from tilewright.ir.build import broadcast, input_, items, transpose
+from tilewright.ir.dims import is_open
 from tilewright.ir.graph import Graph, Node
 from tilewright.ir.literal import Literal
 from tilewright.ir.ops import Const, Convert, Input
@@ -147,6 +149,10 @@ class Reader:
         value = node.meta.get("val")
         if isinstance(value, (bool, int, float)) and not isinstance(node.target, HigherOrderOperator):
             return value
+        if isinstance(value, torch.SymInt):
+            found = extent_of(value)
+            if found is not None:
+                return found
         if isinstance(node.target, HigherOrderOperator):
             attends = node.target.name().startswith("flex_attention")
             raise UnsupportedError(
@@ -207,6 +213,11 @@ class Reader:
         outs = site.outs
         if site.target.startswith("aten._embedding_bag"):  # of what only its backward pass reads, shapes differ by kernel
             outs = tuple(t if i in site.used else TensorType(OPAQUE, ()) for i, t in enumerate(outs))
+        if is_open(pytree.tree_leaves((args, kwargs))):
+            hint = "concrete shapes: input_dims= or example_inputs= without dims="
+            raise UnsupportedError(
+                f"{site.target} is left to torch, and an extent that it is given is open", where=site.where, hint=hint
+            )
         made = call(site.target, args, kwargs, outs, site.where)
         if site.target != COMPARED:  # of which there are notes
             self._notes.append(f"{site.where}: {site.target} is not modelled and is left to torch")

@@ -16,8 +16,10 @@ import torch
 from tilewright.dtype import BF16, F8E4M3FN, F16, F32, F64, OPAQUE, PRED, S32, S64, U8, U32, U64, DType, from_torch
 from tilewright.errors import InputError
 from tilewright.frontends.torch.registry import DependsOnDataError, Operand, Scalar
+from tilewright.frontends.torch.symbols import extent_of
 from tilewright.ir.build import const, convert, map_
 from tilewright.ir.constant import scalar_value
+from tilewright.ir.dims import Extent
 from tilewright.ir.graph import Node
 from tilewright.ir.ops import Broadcast, Convert, Map, Reshape, Select, Slice, Transpose
 from tilewright.ir.types import TensorType
@@ -38,15 +40,15 @@ def type_of(value: torch.Tensor, where: str) -> TensorType:
     Raises:
         UnsupportedError: its shape depends on data.
     """
-    shape = tuple(value.shape)
-    if not all(type(d) is int for d in shape):
+    shape = tuple(map(extent_of, value.shape))
+    if any(d is None for d in shape):
         raise DependsOnDataError(
-            f"a shape depends on the data: [{', '.join(map(str, shape))}]",
+            f"a shape depends on the data: [{', '.join(map(str, value.shape))}]",
             where=where,
             hint="select with a mask (torch.where) instead of picking elements (x[x > 0], nonzero, unique)",
         )
     d = dtype_of(value.dtype)
-    return TensorType(d, () if d is OPAQUE else shape)
+    return TensorType(d, () if d is OPAQUE else tuple(e for e in shape if e is not None))
 
 
 def cast(x: Operand, dtype: DType) -> Node:
@@ -56,6 +58,8 @@ def cast(x: Operand, dtype: DType) -> Node:
     of a wide one, whose low bits it keeps: -3.0 is 253 as u8. What is out of the wide one's range is undefined in torch and
     saturates here (NaN gives 0), as in XLA.
     """
+    if isinstance(x, Extent):
+        return const(x, dtype)
     if not isinstance(x, Node):
         return const(_number(x, dtype), dtype)
     if x.dtype.is_float and dtype.is_integer and not lies_within(x, dtype):

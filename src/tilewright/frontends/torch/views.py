@@ -9,6 +9,7 @@ from tilewright.dtype import F64, S64
 from tilewright.frontends.torch.registry import Operand, Scalar, Site, aten
 from tilewright.frontends.torch.types import cast, mapped
 from tilewright.ir.build import broadcast, concat, const, map_, reshape, slice_, transpose
+from tilewright.ir.dims import slice_bounds
 from tilewright.ir.graph import Node
 from tilewright.ir.ops import Gather, Iota, Pad, Select
 from tilewright.ir.types import normalize_axis
@@ -86,8 +87,8 @@ def select(site: Site, self: Node, dim: int, index: int) -> Node:
 def slice_tensor(site: Site, self: Node, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1) -> Node:
     """self[start:end:step] along one axis, by Python's rules."""
     axis = _axis(self, dim, site)
-    low, high, by = slice(start, end, step).indices(self.shape[axis])
-    return slice_(self, axis, low, max(low, high), by)
+    low, high = slice_bounds(start, end, self.shape[axis])
+    return slice_(self, axis, low, high, step)
 
 
 def _parts(site: Site, x: Node, axis: int, extents: Sequence[int]) -> list[Node]:
@@ -165,8 +166,8 @@ def slice_scatter(
     if step != 1:
         return None
     axis = _axis(self, dim, site)
-    low, high, _ = slice(start, end).indices(self.shape[axis])
-    return _replaced(self, cast(src, self.dtype), axis, low, max(low, high))
+    low, high = slice_bounds(start, end, self.shape[axis])
+    return _replaced(self, cast(src, self.dtype), axis, low, high)
 
 
 @aten("select_scatter.default")

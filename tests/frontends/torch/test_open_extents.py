@@ -1,0 +1,114 @@
+"""Exported programs whose extents stay open, against the module itself."""
+
+import pytest
+import torch
+from torch import nn
+from torch.export import Dim as TorchDim
+from torch.export import export
+
+from tilewright import Dim
+from tilewright.compiler import compile
+from tilewright.errors import InputError, UnsupportedError
+from tilewright.frontends import LoadOptions, load
+from tilewright.frontends.torch.symbols import Symbols
+from tilewright.ir.dims import Scope
+from tilewright.ir.instance import dims_of
+
+SHAPES = ((1, 1), (1, 6), (5, 1), (3, 17), (7, 32))
+
+
+class Causal(nn.Module):
+    """An attention with places, a causal mask made of `arange`, and products of the extents."""
+
+    def __init__(self):
+        super().__init__()
+        self.places = nn.Embedding(32, 16)
+        self.qkv, self.out = nn.Linear(16, 48), nn.Linear(16, 16)
+
+    def forward(self, x):
+        b, s, _ = x.shape
+        at = torch.arange(s)
+        x = x + self.places(at)
+        q, k, v = (t.view(b, s, 2, 8).transpose(1, 2) for t in self.qkv(x).chunk(3, -1))
+        mask = at[:, None] >= at[None]
+        y = nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+        y = self.out(y.transpose(1, 2).reshape(b * s, 16)).view(b, s, 16)
+        return y / s + x[:, -1:], y.reshape(-1)
+
+
+@torch.no_grad()
+def agrees(program, module, shapes=SHAPES):
+    for b, s in shapes:
+        x = torch.randn(b, s, 16, generator=torch.Generator().manual_seed(b * s))
+        wanted, found = module(x), program(x)
+        for w, f in zip(wanted, found, strict=True):
+            torch.testing.assert_close(f, w, rtol=1e-4, atol=1e-5)
+
+
+def test_an_export_with_open_extents_is_compiled_once():
+    module = Causal().eval()
+    b, s = TorchDim("b", min=1, max=8), TorchDim("s", min=1, max=32)
+    exported = export(module, (torch.randn(3, 9, 16),), dynamic_shapes={"x": {0: b, 1: s}})
+    program = compile(exported, dims=True, budget_s=0)
+    assert program.dims == {"x_0": Dim("x_0", 1, 8), "x_1": Dim("x_1", 1, 32)}
+    assert str(program.source.outputs[1].type) == "f32[x_0*x_1*16]"
+    agrees(program, module)
+    assert program.compiled == 1
+    assert any("upper" in g for g in program.guards)  # the mask became causality
+
+
+def test_dims_are_named_and_narrowed_by_an_inputs_axis():
+    module = Causal().eval()
+    program = compile(
+        module,
+        example_inputs=(torch.randn(3, 9, 16),),
+        dims={"x.0": Dim("batch", 1, 8), "x.1": (2, 32)},
+        budget_s=0,
+    )
+    assert program.dims == {"batch": Dim("batch", 1, 8), "x_1": Dim("x_1", 2, 32)}
+    agrees(program, module, [(1, 2), (8, 32)])
+    with pytest.raises(InputError, match=r"axis 0 is 9, outside batch 1\.\.8"):
+        program(torch.randn(9, 4, 16))
+
+
+def test_what_is_left_open_wrongly_is_refused():
+    module = Causal().eval()
+    x = torch.randn(3, 9, 16)
+    with pytest.raises(InputError, match=r"no extent of the inputs is called 'y\.0'"):
+        compile(module, example_inputs=(x,), dims={"y.0": (1, 8)}, budget_s=0)
+    exported = export(module, (x,), dynamic_shapes={"x": {0: TorchDim("b", min=1, max=8)}})
+    with pytest.raises(InputError, match=r"no extent that the program leaves open is called 'x\.1'"):
+        load(exported, LoadOptions(dims={"x.1": (1, 8)}))
+    with pytest.raises(InputError, match="the program was exported for 1 to 8"):
+        load(exported, LoadOptions(dims={"x.0": (10, 20)}))
+
+
+def test_without_dims_extents_are_bound_as_before():
+    module = Causal().eval()
+    exported = export(module, (torch.randn(3, 9, 16),), dynamic_shapes={"x": {0: TorchDim("b", min=1, max=8)}})
+    assert dims_of(load(exported, LoadOptions(input_dims={"x": (2, 9, 16)}))) is None
+
+
+def test_products_quotients_and_maxima_of_symbols_are_read():
+    from torch._subclasses import FakeTensorMode
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+    mode = FakeTensorMode(shape_env=ShapeEnv())
+    fake = mode.from_tensor(torch.zeros(6, 10), static_shapes=False)
+    a, b = fake.shape
+    scope = Scope()
+    read = Symbols(scope, mode.shape_env.var_to_range, {str(a.node.expr): Dim("a", 2, 64), str(b.node.expr): Dim("b", 2, 64)})
+    values = {"a": 6, "b": 10}
+    for wanted, symbolic in ((60, a * b), (25, (a * b) // 2 - 5), (1, b % 3), (46, a * a + b), (7, 7)):
+        found = read(symbolic)
+        assert (found if isinstance(found, int) else found.at(values)) == wanted
+    assert str(read(a * b)) == "a*b"
+
+
+def test_what_torch_would_have_to_run_with_an_open_extent_is_refused():
+    class Sampled(nn.Module):
+        def forward(self, x):
+            return torch.nn.functional.interpolate(x[None, None], size=(x.shape[0] * 2, 4), mode="bicubic")
+
+    with pytest.raises((UnsupportedError, InputError)):
+        compile(Sampled(), example_inputs=(torch.randn(5, 4),), dims={"x.0": (2, 9)}, budget_s=0)
