@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import stat
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -230,9 +231,12 @@ def _is_line(text: str) -> bool:
 def _existing(path: Path) -> Path:
     shown = str(path) if len(str(path)) <= 200 else f"{str(path)[:200]}…"
     try:
-        if path.is_file():
+        mode = path.stat().st_mode
+        if stat.S_ISREG(mode):
             return path
-        what = "is a folder" if path.is_dir() else "is no regular file" if path.exists() else "no such file"
+        what = "is a folder" if stat.S_ISDIR(mode) else "is no regular file"
+    except (FileNotFoundError, NotADirectoryError, ValueError):  # ValueError: a null byte
+        what = "no such file"
     except OSError as error:
         what = f"cannot be opened ({error.strerror})"
     raise InputError(f"{what}: {shown}", hint=f"a file ending in {SUFFIXES}")

@@ -260,8 +260,9 @@ def test_a_call_keeps_neither_its_sources_nor_its_results(size):
     before = sys.getrefcount(a), sys.getrefcount(b)
     for _ in range(3):
         results = run([a, b])
+        plain = [torch.empty(1)]  # of which the interpreter counts one reference more or less
         counts = sys.getrefcount(results), sys.getrefcount(results[0])
-        assert counts == (2, 2)
+        assert counts == (sys.getrefcount(plain), sys.getrefcount(plain[0]))
         gone = weakref.ref(results.pop())
         assert gone() is None
     assert (sys.getrefcount(a), sys.getrefcount(b)) == before
