@@ -11,7 +11,7 @@ import re
 from importlib.metadata import PackageNotFoundError, version
 
 TRIED: dict[str, tuple[str, str]] = {
-    "python": ("3.11", "3.13"),
+    "python": ("3.11", "3.14"),
     "torch": ("2.11", "2.15"),
     "triton": ("3.6", "3.9"),
     "llvmlite": ("0.45", "0.50"),

@@ -33,6 +33,7 @@ from tilewright.candidates.triton.hopper.gemm.space import exchange_bytes, tile_
 from tilewright.candidates.triton.hopper.gemm.spec import TileConfig, spec_of
 from tilewright.candidates.triton.runtime import module as modules
 from tilewright.candidates.triton.runtime.module import assembly, needs
+from tilewright.candidates.triton.runtime.versions import whole_views
 from tilewright.schedule.candidate import Unsupported, plan_for, refusal
 
 H200 = Target("NVIDIA H200", CHIP, "cuda", 132, features=frozenset({"cuda", "sm_90"}))
@@ -123,7 +124,7 @@ CASES = {
     ),
     "f16, 160 columns, bias and gelu": (
         "f16[3072,3072] @ f16[768,3072]^T + bias, gelu_tanh -> f16",
-        replace(WHOLE, tile_n=160, num_stages=5),
+        replace(WHOLE, tile_n=160, num_stages=4 if whole_views() else 5),
         ["HGMMA.64x160x16.F32", "UTMASTG.2D", "MUFU.RCP", "MUFU.EX2"],
     ),
     "s8, batched": (

@@ -115,34 +115,46 @@ def combined(parts, block, factors, config):
 def add(acc, row_max, row_sum, parts, block, i, factors, config):
     """Add `at_once` parts from the i-th on to those before, all brought to the largest score so far."""
     first = block * config.split_kv
-    sums = sums_of(parts, first, i, config)
+    sums, before, weights = (), (), ()
+    for j in tl.static_range(config.at_once):  # an array a part: however Triton lays it out, a thread has the same columns
+        sums += (sums_of(parts, first, i + j, config),)
     tl.debug_barrier()  # or ptxas would ask for them when it has what follows
-    before = statistic_of(parts, first, i, 0, HIDDEN, config)
-    weights = statistic_of(parts, first, i, config.kept_rows, 0.0, config)
-    new_max = tl.maximum(row_max, tl.max(before, 1))
+    for j in tl.static_range(config.at_once):
+        before += (statistic_of(parts, first, i + j, 0, HIDDEN, config),)
+        weights += (statistic_of(parts, first, i + j, config.kept_rows, 0.0, config),)
+    new_max = row_max
+    for j in tl.static_range(config.at_once):
+        new_max = tl.maximum(new_max, before[j])
     base = base_of(new_max, config)
+    alpha = power_of(row_max - base, factors, config)
+    acc, row_sum = acc * alpha[:, None], row_sum * alpha
+    for j in tl.static_range(config.at_once):
+        each = power_of(before[j] - base, factors, config)
+        acc += sums[j] * each[:, None]
+        row_sum += weights[j] * each
+    return acc, new_max, row_sum
+
+
+@triton.jit
+def power_of(x, factors, config):
+    """What weights are brought to a larger score by."""
     if config.exact:
-        alpha, each = tl.exp(row_max - base), tl.exp(before - base[:, None])
+        return tl.exp(x)
     else:
-        alpha, each = tl.exp2((row_max - base) * factors[0]), tl.exp2((before - base[:, None]) * factors[0])
-    acc = acc * alpha[:, None] + tl.sum(sums * each[:, :, None], 1)
-    return acc, new_max, row_sum * alpha + tl.sum(weights * each, 1)
+        return tl.exp2(x * factors[0])
 
 
 @triton.jit
-def sums_of(parts, first, i, config):
-    """The sums of `at_once` parts from the i-th on, zeros for those that do not exist."""
-    each = i + tl.arange(0, config.at_once)
+def sums_of(parts, first, each, config):
+    """The sums of a part, zeros for one that does not exist."""
     columns = tl.arange(0, config.kept_rows * config.width // 4)[:, None] * 4 + tl.arange(0, 4)[None, :]
-    place = columns[:, None, :] + (first + each)[None, :, None] * (config.kept_rows * config.width)
-    return tl.load(parts + place, mask=(each < config.split_kv)[None, :, None], other=0.0, cache_modifier=".cg")
+    place = columns + (first + each) * (config.kept_rows * config.width)
+    return tl.load(parts + place, mask=each < config.split_kv, other=0.0, cache_modifier=".cg")
 
 
 @triton.jit
-def statistic_of(parts, first, i, at: tl.constexpr, other: tl.constexpr, config):
-    """The largest scores, or the sums of weights behind them, of `at_once` parts from the i-th on, for all columns four by
-    four."""
-    each = i + tl.arange(0, config.at_once)
+def statistic_of(parts, first, each, at: tl.constexpr, other: tl.constexpr, config):
+    """The largest scores of a part, or the sums of weights behind them, for all columns four by four."""
     row = tl.arange(0, config.kept_rows * config.width // 4) // (config.width // 4)
-    place = statistics_of(parts, first + each, config)[None, :] + at + row[:, None]
-    return tl.load(place, mask=(each < config.split_kv)[None, :], other=other, cache_modifier=".cg")
+    place = statistics_of(parts, first + each, config) + at + row
+    return tl.load(place, mask=each < config.split_kv, other=other, cache_modifier=".cg")
