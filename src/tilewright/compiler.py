@@ -6,6 +6,7 @@ Regions of loops and branches are compiled the same way, as programs of their ow
 from __future__ import annotations
 
 import math
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
@@ -361,6 +362,29 @@ def _place(
     if quantize is not None:
         how["quantize"] = quantize.scheme.said, quantize.rtol, [content(b) for b in quantize.batches]
     return place_of(program, options, target, Program, excess_precision=excess_precision, how=how)
+
+
+def search_behind(program: Program, budget_s: float, *, cache: bool = True) -> bool:
+    """Search better kernels for a program in a thread, as `compile(..., background=True)` does, unless it was done or another
+    program's search that began so is under way; tell whether it began."""
+    with _one_search:
+        if program.search is not None or any(_goes_on(p) for p in _searching):
+            return False
+        known = TuningDatabase(program.target, user_cache()) if cache else None
+        program.search_on(lambda: chooser(program.graph, program.target, budget_s, None, known))
+        _searching[:] = [program]
+        return True
+
+
+def _goes_on(program: Program) -> bool:
+    try:
+        return not program.wait(0)
+    except Exception:  # what ended it was logged
+        return False
+
+
+_searching: list[Program] = []
+_one_search = threading.Lock()
 
 
 def _uncompiled(

@@ -30,7 +30,7 @@ FLOORS = (
     {"any_shape"},
     {"compiler"},
     {"product", "m_dispatch"},
-    {"linear", "jax"},
+    {"linear", "jax", "dynamo"},
     {"cli"},
 )
 FLOOR = {name: i for i, floor in enumerate(FLOORS) for name in floor}

@@ -159,22 +159,30 @@ class Executable:
         self._wanted = [Wanted(name, t, self.target.device) for name, t in self.input_types.items()]
         self._inputs = [slot[n] for n in caller_inputs(self.graph)]
         count = len(self.graph.outputs) - len(self.graph.state)
-        ends = zip(self.graph.outputs[count:], self.graph.inputs[len(self._inputs) :], strict=True)
-        copied = [(new, old) for new, old in ends if new is not old and not isinstance(new.op, Write)]
-        self._outputs = [slot[n] for n in (*self.graph.outputs[:count], *(new for new, _ in copied))]
-        self._copied = [cast("torch.Tensor", self._ready[old]) for _, old in copied]
-        risked = written_before_compared(self.steps) if self.graph.state else set[Node]()
-        self._at_risk = [cast("torch.Tensor", self._ready[n]) for n in risked if n in self._ready]
+        self._outputs = [slot[n] for n in (*self.graph.outputs[:count], *(new for new, _ in self._replaced()))]
         self._start: list[Value] = [None] * len(slot)
         for node, value in self._ready.items():
             self._start[slot[node]] = value
         constants = (v for v in self._ready.values() if isinstance(v, torch.Tensor))
         self.constant_memory: frozenset[int] = frozenset(map(address, constants))
         self._slots = slot
-        self._written = [span(t) for t in self.state.values()]
+        self._bind_state()
         self._usable = usable()
         self._foreign = any(s.decision is None or not s.decision.kernel.candidate.startswith("llvm") for s in self.steps)
         self._launch()
+
+    def _replaced(self) -> list[tuple[Node, Node]]:
+        """The new values of state that are copied over the old ones as a call ends, with these."""
+        count = len(self.graph.outputs) - len(self.graph.state)
+        ends = zip(self.graph.outputs[count:], self.graph.inputs[len(self._inputs) :], strict=True)
+        return [(new, old) for new, old in ends if new is not old and not isinstance(new.op, Write)]
+
+    def _bind_state(self) -> None:
+        """Take the memory of state that calls write to."""
+        self._copied = [cast("torch.Tensor", self._ready[old]) for _, old in self._replaced()]
+        risked = written_before_compared(self.steps) if self.graph.state else set[Node]()
+        self._at_risk = [cast("torch.Tensor", self._ready[n]) for n in risked if n in self._ready]
+        self._written = [span(t) for t in self.state.values()]
 
     def _launch(self) -> None:
         """Choose how calls reach the device, from the first call on."""
@@ -240,6 +248,20 @@ class Executable:
 
         check_type(path, (str, PathLike), "path", '"model.twp"')
         save(self, Path(path))
+
+    def with_state(self: E, state: Sequence[torch.Tensor]) -> E:
+        """The same program over other memory: tensors on its device, as many and of the types of its state, which was without
+        data (on the meta device) when it was prepared. Kernels and constants are shared."""
+        made = copy.copy(self)
+        count = len(self._inputs)
+        given = dict(zip(self.graph.inputs[count:], state, strict=True))
+        made._ready = {**self._ready, **given}
+        made._start = self._start.copy()
+        for node, value in given.items():
+            made._start[self._slots[node]] = value
+        made._bind_state()
+        made._launch()
+        return made
 
     @property
     def account(self) -> Account:
@@ -471,7 +493,7 @@ def prepare(
         what = "what the program keeps from call to call is missing: a text holds none of it"
         raise InputError(what, where=graph.name, hint="compile the module itself")
     for node, kept in zip(held, graph.state, strict=True):
-        ready[node] = kept.to(target.device)
+        ready[node] = kept if kept.is_meta else kept.to(target.device)
     for part in parts:
         if part.once and not all(n in ready for n in part.outputs):
             ready.update(zip(part.outputs, _evaluate_once(part, ready, target), strict=True))
@@ -543,6 +565,9 @@ def kernel_step(graph: Graph, posed: Posed, ready: Mapping[Node, Value], decisio
         picked = list(range(len(part.outputs)))
         placed = any(problem.destinations)
         runner = bind_outputs(problem, part, decision.kernel, weights, ready) if placed else decision.kernel.prepare(weights)
+        arrays = {i: part.inputs.index(n.src[0]) for i, n in enumerate(part.outputs) if _is_given(n, ready)}
+        if arrays:
+            return Step(name, part, _into_given(problem, runner, order, arrays), decision, runner=runner)
     else:
         runner = decision.kernel.prepare(weights)
         picked = [n.op.index if isinstance(n.op, Item) else 0 for n in part.outputs]
@@ -647,11 +672,37 @@ def _moved(value: Value, device: str) -> Value:
     return value.to(device) if isinstance(value, torch.Tensor) else value
 
 
+def _is_given(node: Node, ready: Mapping[Node, Value]) -> bool:
+    """Tell whether a node writes to memory that a program is given later (`Executable.with_state`)."""
+    array = ready.get(node.src[0]) if isinstance(node.op, Write) else None
+    return isinstance(array, torch.Tensor) and array.is_meta
+
+
+def _into_given(
+    problem: FusionProblem, runner: Runner, order: Sequence[int], arrays: Mapping[int, int]
+) -> Callable[[Sequence[Value]], Sequence[Value]]:
+    """Runner of a fusion of which some results are copied to where they belong in arrays that are among its inputs, by result
+    and input."""
+
+    def run(values: Sequence[Value]) -> Sequence[Value]:
+        results: list[Value] = list(runner([cast("torch.Tensor", values[i]) for i in order]))
+        for i, given in arrays.items():
+            at, array, made = problem.destinations[i], cast("torch.Tensor", values[given]), cast("torch.Tensor", results[i])
+            assert at is not None
+            array.narrow(at.axis, at.start, made.shape[at.axis]).copy_(made)
+            results[i] = array
+        return results
+
+    return run
+
+
 def bind_outputs(
     problem: FusionProblem, part: Part, kernel: Kernel, weights: Mapping[int, torch.Tensor], ready: Mapping[Node, Value]
 ) -> Runner:
     """A fusion's kernel with those results that are writes to state: it writes them there, or they are copied."""
     arrays = {i: cast("torch.Tensor", ready[n.src[0]]) for i, n in enumerate(part.outputs) if isinstance(n.op, Write)}
+    if any(a.is_meta for a in arrays.values()):
+        return kernel.prepare(weights)
     if kernel.place is not None and all(a.is_contiguous() and a.data_ptr() % ALIGNED == 0 for a in arrays.values()):
         return kernel.place(weights, arrays)
     run = kernel.prepare(weights)

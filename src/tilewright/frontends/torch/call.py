@@ -1,6 +1,7 @@
 """Operators kept as they are: written as a `call` with a JSON payload, and run by torch.
 
-The payload is `{"args": […], "kwargs": {…}}`, positional and keyword arguments of the operator's schema. JSON values stand
+The payload is `{"args": […], "kwargs": {…}}`, positional and keyword arguments of the operator's schema; that of a call that
+draws random numbers has its number, `"draw"`, too. JSON values stand
 for themselves; an object with one key stands for what JSON lacks: `{"tensor": i}` operand i of the call, `{"float": "inf"}`,
 `{"torch": "float16"}` a dtype, layout or memory format, `{"device": "cpu"}`, `{"complex": [re, im]}`. Nothing in it is code.
 """
@@ -32,24 +33,52 @@ _REGISTERED_BY = {"quantized_decomposed": "torch.ao.quantization.fx._decomposed"
 NO_RANDOM = "model.eval() turns dropout off; what it draws on purpose is to be an input, as `noise` of transformers' ViTMAE"
 
 
-def call(target: str, args: Sequence[object], kwargs: Mapping[str, object], types: Sequence[TensorType], where: str) -> Node:
+def call(
+    target: str,
+    args: Sequence[object],
+    kwargs: Mapping[str, object],
+    types: Sequence[TensorType],
+    where: str,
+    draw: int | None = None,
+) -> Node:
     """The operator `target` as a call over the nodes among its arguments.
 
+    Args:
+        target, args, kwargs: the operator, "namespace.name.overload", and its arguments.
+        types: of its tensor results.
+        where: its place, for messages.
+        draw: number of the call among those of a program that may draw random numbers, which are not merged as equal ones are;
+            None: it may draw none.
+
     Raises:
-        UnsupportedError: it writes to an operand, draws random numbers, or an argument is of a kind the payload cannot hold.
+        UnsupportedError: it writes to an operand, draws random numbers and may not, or of constants, which would be drawn once
+            alone; or an argument is of a kind the payload cannot hold.
     """
     operator = find_operator(target, where)
     if schema_of(operator).is_mutable:
         raise UnsupportedError(f"{target} writes to its operand", where=where)
-    if torch.Tag.nondeterministic_seeded in operator.tags:
+    draws = torch.Tag.nondeterministic_seeded in operator.tags and not _without_dropout(operator, args)
+    if draws and draw is None:
         raise UnsupportedError(f"{target} draws random numbers", where=where, hint=NO_RANDOM)
     nodes: list[Node] = []
-    payload = {
+    payload: dict[str, object] = {
         "args": [_encode(a, nodes, where) for a in args],
         "kwargs": {k: _encode(v, nodes, where) for k, v in kwargs.items()},
     }
+    if draws:
+        payload["draw"] = draw
     text = json.dumps(payload, allow_nan=False, separators=(",", ":"))
-    return Node(Call("torch", target, text, tuple(types)), *nodes)
+    made = Node(Call("torch", target, text, tuple(types)), *nodes)
+    if draws and made.constant:
+        raise UnsupportedError(f"{target} draws random numbers for a constant", where=where, hint="draw them for an input")
+    return made
+
+
+def _without_dropout(operator: OpOverload, args: Sequence[object]) -> bool:
+    """Tell whether an operator that drops elements at random, as attention may, is told to drop none."""
+    given = {a.name: value for a, value in zip(schema_of(operator).arguments, args, strict=False)}
+    named = {a.name for a in schema_of(operator).arguments} & {"dropout_p"}
+    return bool(named) and given.get("dropout_p", 0.0) == 0
 
 
 def find_operator(target: str, where: str) -> OpOverload:

@@ -34,7 +34,7 @@ from tilewright.frontends.torch.symbols import dynamic_shapes
 _ALIASED = "expected compiled_fn"  # what torch asserts where two names are of one tensor
 # Decompositions that round, or overflow, elsewhere than torch's kernels, which do these in 16 bits from step to step; or that
 # multiply by 0 what these leave out, infinity too.
-_OTHERWISE = {
+OTHERWISE = {
     f"aten.{name}.default"
     for name in ("addr", "linalg_cross", "multi_margin_loss", "multilabel_margin_loss_forward", "soft_margin_loss")
 }
@@ -58,7 +58,7 @@ def exported(
         UnsupportedError: control flow or shapes depend on data; the program changes its buffers or inputs.
     """
     table = torch.export.default_decompositions()
-    kept = {op: f for op, f in table.items() if str(op) not in TRANSLATIONS.keys() | _OTHERWISE}
+    kept = {op: f for op, f in table.items() if str(op) not in TRANSLATIONS.keys() | OTHERWISE}
     kept[_LOSS] = partial(_loss, table[_LOSS])
     if isinstance(program, torch.nn.Module):
         _check_weights(chain(program.named_parameters(), program.named_buffers()))

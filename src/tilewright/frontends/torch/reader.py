@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import operator
 from collections.abc import Mapping, Sequence
 from typing import cast
@@ -34,9 +35,11 @@ from tilewright.ir.types import TensorType
 class Reader:
     """Builds the graph of one program; used once."""
 
-    def __init__(self, program: ExportedProgram, name: str, *, in_place: bool = True) -> None:
-        """`in_place`: positions of a buffer that are data are replaced where it lies; else by torch, in a copy."""
+    def __init__(self, program: ExportedProgram, name: str, *, in_place: bool = True, random: bool = False) -> None:
+        """`in_place`: positions of a buffer that are data are replaced where it lies; else by torch, in a copy. `random`: the
+        program may draw random numbers."""
         self._program = program
+        self._draws = itertools.count() if random else None
         self._in_place = in_place
         self._name = name
         self._env: dict[fx.Node, object] = {}
@@ -71,7 +74,7 @@ class Reader:
         if not failed:
             return written
         if self._in_place:  # what it held before is read elsewhere, too
-            return Reader(self._program, self._name, in_place=False).read()
+            return Reader(self._program, self._name, in_place=False, random=self._draws is not None).read()
         raise changes("buffer", failed[0], self._name)
 
     def _placeholder(self, node: fx.Node, spec: InputSpec) -> object:
@@ -120,7 +123,7 @@ class Reader:
         held = {**self._program.constants, **self._program.state_dict}
         for label, (_, mine) in self._kept.items():
             for other, t in held.items():
-                if other != label and isinstance(t, torch.Tensor) and share(mine, t):
+                if other != label and isinstance(t, torch.Tensor) and not mine.is_meta and share(mine, t):
                     what = f"the program changes its buffer {label!r}, whose memory is that of {other!r}, too"
                     raise UnsupportedError(what, where=self._name, hint="a buffer of its own for each")
 
@@ -218,7 +221,8 @@ class Reader:
             raise UnsupportedError(
                 f"{site.target} is left to torch, and an extent that it is given is open", where=site.where, hint=hint
             )
-        made = call(site.target, args, kwargs, outs, site.where)
+        draw = None if self._draws is None else next(self._draws)
+        made = call(site.target, args, kwargs, outs, site.where, draw)
         if site.target != COMPARED:  # of which there are notes
             self._notes.append(f"{site.where}: {site.target} is not modelled and is left to torch")
         return [*items(made)]

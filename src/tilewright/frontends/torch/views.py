@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from itertools import accumulate
 
 from tilewright.dtype import F64, S64
-from tilewright.frontends.torch.registry import Operand, Scalar, Site, aten
+from tilewright.frontends.torch.registry import Operand, Scalar, Site, aten, operators
 from tilewright.frontends.torch.types import cast, mapped
 from tilewright.ir.build import broadcast, concat, const, map_, reshape, slice_, transpose
 from tilewright.ir.dims import slice_bounds
@@ -47,6 +47,7 @@ def same_value(site: Site, self: Node, **_: object) -> Node:
     return self
 
 
+@operators("prims", "convert_element_type.default")
 @aten("_to_copy.default", "to.dtype", "to.dtype_layout", "to.device", "to.other", "type_as.default")
 def to(site: Site, self: Node, *_: object, **__: object) -> Node:
     """self converted to the result's type."""

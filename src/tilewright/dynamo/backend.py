@@ -1,0 +1,90 @@
+"""The backend of `torch.compile`: AOTAutograd makes graphs of ATen, forward and backward, and `Compiled` runs them."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import cache
+from typing import Any
+
+import torch
+from torch import fx
+
+from tilewright.dynamo.compiled import Compiled
+from tilewright.dynamo.options import Options
+from tilewright.frontends.torch.aot import decompositions, whole
+
+NAME = "tilewright"
+
+
+def tilewright(
+    module: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    *,
+    mode: str | None = None,
+    options: Mapping[str, object] | None = None,
+) -> Callable[..., Any]:
+    """Compile a graph that Dynamo captured: the backend that `torch.compile(model, backend="tilewright")` names.
+
+    Args:
+        module: the graph, of calls of torch.
+        example_inputs: tensors without data and numbers, as the graph takes them.
+        mode: of `torch.compile`: "default" and "reduce-overhead" are one; "max-autotune" waits a minute for measured kernels.
+        options: of `torch.compile`: the fields of `Options` by name.
+
+    Returns:
+        Callable: the graph's function, with a derivative where one is wanted.
+
+    Raises:
+        InputError: there is no such mode or option.
+    """
+    from torch._dynamo.backends.common import aot_autograd
+
+    chosen = Options.of(mode, options)
+    derived = torch.is_grad_enabled() and any(isinstance(x, torch.Tensor) and x.requires_grad for x in example_inputs)
+
+    def forward(graph: fx.GraphModule, _: Sequence[Any]) -> Callable[..., Any]:
+        return Compiled(graph, (), chosen, "forward").boxed()
+
+    def backward(graph: fx.GraphModule, _: Sequence[Any]) -> Callable[..., Any]:
+        return Compiled(graph, (), chosen, "backward").boxed()
+
+    def inference(graph: fx.GraphModule, _: Sequence[Any]) -> Callable[..., Any]:
+        return Compiled(graph, _static() if chosen.pack else (), chosen, "inference").boxed()
+
+    compile = aot_autograd(
+        fw_compiler=forward,
+        bw_compiler=backward,
+        inference_compiler=inference,
+        decompositions=_table(derived=derived),
+        keep_inference_input_mutations=True,
+    )
+    with contextlib.nullcontext() if derived else _held_whole():
+        return compile(module, example_inputs)
+
+
+def register() -> None:
+    """Make the name known to torch in a process whose package is not installed; nothing if it is known."""
+    from torch._dynamo import list_backends, register_backend
+
+    if NAME not in list_backends(exclude_tags=()):
+        register_backend(tilewright, name=NAME)
+
+
+def _static() -> Collection[int]:
+    """Places of the parameters and buffers among the inputs of the graph that is compiled now."""
+    context = torch._guards.TracingContext.try_get()  # pyright: ignore
+    meta = None if context is None else context.fw_metadata
+    return () if meta is None else frozenset(meta.static_input_indices)
+
+
+@cache
+def _table(*, derived: bool) -> dict[Any, Callable[..., Any]]:
+    return decompositions(derived=derived)
+
+
+def _held_whole() -> contextlib.AbstractContextManager[None]:
+    """A block in which torch traces composite operators that kernels do as a whole without taking them apart."""
+    from torch.export.exported_program import _override_composite_implicit_decomp  # pyright: ignore
+
+    return _override_composite_implicit_decomp(whole())

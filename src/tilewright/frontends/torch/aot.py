@@ -1,0 +1,339 @@
+"""Graphs of AOTAutograd: functional ATen with numbers that stand for extents, read for the extents of one call.
+
+`at` runs such a graph on stand-ins of the shapes that a call has, so that every number is one, and gives what the reader of
+exported programs takes. What a call gives that it only hands through, a number or a view of an argument, is no part of the
+program (`Given`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import operator
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import torch
+from torch import fx
+from torch._C import DispatchKey
+from torch._ops import OpOverload
+from torch._subclasses import FakeTensorMode
+from torch.export.graph_signature import ExportGraphSignature, InputKind, InputSpec, OutputKind, OutputSpec, TensorArgument
+from torch.fx.node import map_arg
+from torch.utils import _pytree as pytree
+
+from tilewright.errors import UnsupportedError
+from tilewright.frontends.torch.call import schema_of
+from tilewright.frontends.torch.export import OTHERWISE
+from tilewright.frontends.torch.reader import Reader
+from tilewright.frontends.torch.registry import TRANSLATIONS
+from tilewright.ir.graph import Graph
+from tilewright.tracing import TRACING
+
+COPY = "aten.copy_.default"
+_FLASH = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+
+
+Views = tuple[tuple[OpOverload, tuple[object, ...], Mapping[str, object]], ...]
+"""Operators of torch that give a view, with the arguments behind the tensor, in turn."""
+
+
+def _seen(x: object, views: Views) -> object:
+    for view, rest, named in views:
+        x = view(x, *rest, **named)
+    return x
+
+
+@dataclass(frozen=True)
+class Given:
+    """A result that a call hands through: a number, or an argument seen through views.
+
+    Attributes:
+        place: of the argument; None: it is `value`.
+    """
+
+    place: int | None = None
+    value: object = None
+    views: Views = ()
+
+    def of(self, args: Sequence[object]) -> object:
+        """The result, of the arguments of a call."""
+        return self.value if self.place is None else _seen(args[self.place], self.views)
+
+
+@dataclass(frozen=True)
+class Made:
+    """A result that the program computes, or a view of one.
+
+    Attributes:
+        index: among the program's results.
+        shape, strides, device: as torch's own kernels would give it.
+        order: axes of the program's result, in the order in which they are this one's.
+        views: through which it is seen then.
+    """
+
+    index: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    device: torch.device
+    order: tuple[int, ...] | None = None
+    views: Views = ()
+
+    def of(self, results: Sequence[object]) -> object:
+        """The result, of those of the program, in the memory layout that autograd reckons with."""
+        found = cast("torch.Tensor", results[self.index])
+        if self.order is not None:
+            found = found.permute(self.order)
+        if found.device != self.device:
+            found = found.to(self.device)
+        if found.stride() != self.strides and found.numel():
+            apart = torch.empty_strided(self.shape, self.strides, dtype=found.dtype, device=found.device)
+            found = apart.copy_(found)
+        return _seen(found, self.views)
+
+
+@dataclass(frozen=True)
+class _Unnamed:
+    """Says that results have no names."""
+
+    out_spec: None = None
+
+
+@dataclass
+class Concrete:
+    """A graph for the extents of one call, as far as the reader of exported programs looks at one.
+
+    Attributes:
+        graph: functional ATen without symbols; its placeholders are tensors.
+        graph_signature: what they are: constants, arrays that change, inputs.
+        constants, state_dict: tensors of the constants, and of the arrays that change.
+        inputs: places of the program's inputs among the arguments of a call.
+        written: places of the arguments that change, in the order of the program's state.
+        results: where each result of a call comes from.
+    """
+
+    graph: fx.Graph
+    graph_signature: ExportGraphSignature
+    constants: dict[str, torch.Tensor]
+    state_dict: dict[str, torch.Tensor]
+    inputs: list[int]
+    written: list[int]
+    results: list[Given | Made]
+    call_spec: _Unnamed = field(default_factory=lambda: _Unnamed())
+
+
+def decompositions(*, derived: bool) -> dict[Any, Callable[..., Any]]:
+    """torch's decompositions of what the reader has no translation for; `derived`: gradients are wanted.
+
+    Attention on a CPU is then left whole, as its derivative reads what the decomposition does not give.
+    """
+    table = torch.export.default_decompositions()
+    kept = {op: f for op, f in table.items() if str(op) not in TRANSLATIONS.keys() | OTHERWISE and not _implicit(op)}
+    if derived:
+        kept.pop(_FLASH, None)
+    return kept
+
+
+def whole() -> dict[OpOverload, Callable[..., object]]:
+    """Composite operators that a graph without gradients is to hold whole, as the reader translates them; for
+    `torch.export`'s own switch of composite operators."""
+    table = torch.export.default_decompositions()
+    return {cast(OpOverload, op): _left_whole for op in table if str(op) in TRANSLATIONS and _implicit(op)}
+
+
+def _left_whole(*args: object, **kwargs: object) -> object:
+    return NotImplemented
+
+
+def _implicit(op: Any) -> bool:
+    return isinstance(op, OpOverload) and op.has_kernel_for_dispatch_key(DispatchKey.CompositeImplicitAutograd)
+
+
+def read(module: fx.GraphModule, args: Sequence[object], constant: Collection[int], name: str) -> tuple[Graph, Concrete]:
+    """The program of a graph for the shapes of `args`, and how a call of it is made.
+
+    Args:
+        module: the graph as AOTAutograd gives it to a compiler.
+        args: tensors and numbers of a call; tensors whose places are in `constant` are constants of the program, and those
+            that the graph writes to are its state.
+        constant: places of arguments that nobody writes to.
+        name: the program's.
+
+    Raises:
+        UnsupportedError: control flow, random numbers, effects, types no graph holds.
+    """
+    with TRACING, torch.no_grad():
+        concrete = at(module, args, constant)
+        return Reader(cast(Any, concrete), name, random=True).read(), concrete
+
+
+class _Walk:
+    """Walks a graph once, running it on stand-ins."""
+
+    def __init__(self, module: fx.GraphModule, args: Sequence[object], constant: Collection[int]) -> None:
+        self._module, self._args, self._constant = module, args, constant
+        self._fakes = FakeTensorMode()
+        self._env: dict[fx.Node, object] = {}  # numbers, and nodes of the graph that is made
+        self._place: dict[fx.Node, int] = {}  # of the placeholders that are made
+        self.graph = fx.Graph()
+        self.specs: list[InputSpec] = []
+        self.constants: dict[str, torch.Tensor] = {}
+        self.state: dict[str, torch.Tensor] = {}
+        self.inputs: list[int] = []
+        self._written = dict[int, fx.Node]()  # by the place of the argument, what it becomes
+
+    def run(self) -> Concrete:
+        changed = _changed(self._module)
+        places = iter(range(len(self._args)))
+        for node in self._module.graph.nodes:
+            if node.op == "placeholder":
+                self._env[node] = self._placeholder(node, next(places), node in changed)
+            elif node.op == "get_attr":
+                self._env[node] = self._attribute(node)
+            elif node.op == "call_function":
+                self._env[node] = self._operator(node)
+            elif node.op == "output":
+                return self._ended(cast("Sequence[object]", node.args[0]))
+            else:
+                raise UnsupportedError(f"a {node.op} has no place in a graph", where=node.name)
+        raise UnsupportedError("a graph without results", where="torch.compile")
+
+    def _placeholder(self, node: fx.Node, place: int, changed: bool) -> object:
+        value = self._args[place]
+        if not isinstance(value, torch.Tensor):
+            return value
+        if type(value) not in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer) or value.layout is not torch.strided:
+            raise UnsupportedError(f"an argument is a {type(value).__name__} of layout {value.layout}", where=node.name)
+        kind = InputKind.USER_INPUT
+        made = self._made(node, value)
+        if changed:
+            kind, self.state[made.name] = InputKind.BUFFER, torch.empty_like(value, device="meta")
+        elif place in self._constant:
+            kind, self.constants[made.name] = InputKind.CONSTANT_TENSOR, value.detach()
+        else:
+            self.inputs.append(place)
+        self._specified(made, kind)
+        self._place[made] = place
+        return made
+
+    def _attribute(self, node: fx.Node) -> object:
+        value: object = self._module
+        for part in str(node.target).split("."):
+            value = getattr(value, part)
+        if not isinstance(value, torch.Tensor):
+            raise UnsupportedError(f"a {type(value).__name__} has no place in a graph", where=node.name)
+        made = self._made(node, value)
+        self.constants[made.name] = value.detach()
+        self._specified(made, InputKind.CONSTANT_TENSOR)
+        return made
+
+    def _made(self, node: fx.Node, value: torch.Tensor) -> fx.Node:
+        after = next((n for n in self.graph.nodes if n.op != "placeholder"), None)
+        with contextlib.nullcontext() if after is None else self.graph.inserting_before(after):
+            made = self.graph.placeholder(node.name)
+        with self._fakes:
+            made.meta["val"] = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
+        return made
+
+    def _specified(self, made: fx.Node, kind: InputKind) -> None:
+        target = None if kind is InputKind.USER_INPUT else made.name
+        kept = True if kind is InputKind.BUFFER else None
+        self.specs.append(InputSpec(kind, TensorArgument(made.name), target, kept))
+
+    def _operator(self, node: fx.Node) -> object:
+        args, kwargs = cast("tuple[Any, Any]", map_arg((node.args, node.kwargs), lambda n: cast(Any, self._env[n])))
+        target = cast("Callable[..., object]", node.target)
+        if str(target) == COPY:
+            return self._copied(node, *args)
+        if target is operator.getitem and not isinstance(args[0], fx.Node):
+            return args[0][args[1]]
+        leaves = [a for a in pytree.tree_leaves((args, kwargs)) if isinstance(a, fx.Node)]
+        if isinstance(target, OpOverload) and schema_of(target).is_mutable:
+            raise UnsupportedError(f"{target} writes to its operand", where=node.name)
+        if not isinstance(target, OpOverload) and leaves and target is not operator.getitem:
+            raise UnsupportedError(f"{target} has no place in a graph", where=node.name)
+        given, named = map_arg((args, kwargs), lambda n: n.meta["val"])
+        with self._fakes:
+            value = target(*given, **named)
+        if not any(isinstance(v, torch.Tensor) for v in pytree.tree_leaves(value)):
+            if leaves and any(isinstance(v, (torch.SymInt, torch.SymFloat, torch.SymBool)) for v in pytree.tree_leaves(value)):
+                raise UnsupportedError(f"{target} makes a number that depends on the data", where=node.name)
+            return value  # of numbers alone, or a check of them
+        made = self.graph.call_function(cast(Any, target), args, kwargs, name=node.name)
+        made.meta = {k: v for k, v in node.meta.items() if k == "nn_module_stack"}
+        made.meta["val"] = value
+        return made
+
+    def _copied(self, node: fx.Node, into: object, new: object, *_: object) -> object:
+        """The end of a graph in which an argument takes its new value."""
+        if not isinstance(into, fx.Node) or into not in self._place or not isinstance(new, fx.Node):
+            raise UnsupportedError("a copy that ends no graph", where=node.name)
+        self._written[self._place[into]] = new
+        return new
+
+    def _ended(self, returned: Sequence[object]) -> Concrete:
+        outputs: list[fx.Node] = []
+        results: list[Given | Made] = []
+        for item in returned:
+            value = self._env[item] if isinstance(item, fx.Node) else item
+            results.append(self._handed(value) or self._computed(cast(fx.Node, value), outputs))
+        specs = [OutputSpec(OutputKind.USER_OUTPUT, TensorArgument(n.name), None) for n in outputs]
+        written = [p for p in self._place.values() if p in self._written]
+        names = {place: node.name for node, place in self._place.items()}
+        changes = [OutputSpec(OutputKind.BUFFER_MUTATION, TensorArgument(self._written[p].name), names[p]) for p in written]
+        made = self.graph.output((*outputs, *(self._written[p] for p in written)))
+        made.meta["val"] = None
+        signature = ExportGraphSignature(self.specs, [*specs, *changes])
+        return Concrete(self.graph, signature, self.constants, self.state, self.inputs, written, results)
+
+    def _handed(self, value: object) -> Given | None:
+        """A result that is a number, or a view of an argument that stays as it is; None for any other."""
+        if not isinstance(value, fx.Node):
+            return Given(value=value)
+        base, views = _viewed(value, lambda _: True)
+        place = self._place.get(base)
+        return None if place is None or place in self._written else Given(place, None, views)
+
+    def _computed(self, value: fx.Node, outputs: list[fx.Node]) -> Made:
+        """A result that the program gives, in the order in which its axes lie in memory; a view of it, where that is all."""
+        value, views = _viewed(value, lambda base: base not in self._place)
+        held = cast("torch.Tensor", value.meta["val"])
+        order = sorted(range(held.dim()), key=lambda a: (held.stride(a), held.shape[a]), reverse=True)
+        back = None
+        dense = held.permute(order)
+        if order != [*range(held.dim())] and dense.is_contiguous():
+            moved = self.graph.call_function(torch.ops.aten.permute.default, (value, order))
+            with self._fakes:
+                moved.meta["val"] = dense.contiguous()
+            back, value = tuple(order.index(a) for a in range(len(order))), moved
+        if value not in outputs:
+            outputs.append(value)
+        return Made(outputs.index(value), tuple(held.shape), held.stride(), held.device, back, views)
+
+
+def _viewed(value: fx.Node, may_be: Callable[[fx.Node], bool]) -> tuple[fx.Node, Views]:
+    """What a node is a view of, all of its elements, as far as `may_be` allows; and through which operators."""
+    views: list[tuple[OpOverload, tuple[object, ...], Mapping[str, object]]] = []
+    while isinstance(value.target, OpOverload) and value.target.is_view and isinstance(value.meta["val"], torch.Tensor):
+        base, *rest = value.args
+        whole = isinstance(base, fx.Node) and base.meta["val"].numel() <= value.meta["val"].numel()
+        known = not any(isinstance(a, fx.Node) for a in pytree.tree_leaves((rest, value.kwargs)))
+        if not whole or not known or not may_be(cast(fx.Node, base)):
+            break
+        views.append((value.target, tuple(rest), value.kwargs))
+        value = cast(fx.Node, base)
+    return value, tuple(reversed(views))
+
+
+def at(module: fx.GraphModule, args: Sequence[object], constant: Collection[int]) -> Concrete:
+    """The graph for the shapes of `args`, which are tensors and numbers (`read`).
+
+    Raises:
+        UnsupportedError: it holds what is no functional operator of torch.
+    """
+    return _Walk(module, args, constant).run()
+
+
+def _changed(module: fx.GraphModule) -> set[fx.Node]:
+    """The placeholders that a graph writes to as it ends."""
+    return {cast(fx.Node, n.args[0]) for n in module.graph.nodes if str(n.target) == COPY and isinstance(n.args[0], fx.Node)}
