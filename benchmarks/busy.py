@@ -1,16 +1,20 @@
 """Calls on a machine that others keep busy: one thread and several, beside ONNX Runtime and torch.
 
-    python benchmarks/busy.py [--load 0 --load 16] [--case "bert qdq"] [--case "s8 64x1024x1024"] [--threads 2] [--rounds 4]
+    python benchmarks/busy.py [--load 0 --load 16] [--case "bert qdq"] [--case "s8 64x1024x1024"] [--threads 2] [--rounds 12]
 
 A load is a number of processes that never rest; what else runs on the machine comes on top. Contenders take turns of `--turn`
-seconds, each in a process of its own that is held while others have theirs. The columns are the median, the 90th percentile and
-the mean of all calls, and the ratio of the means, several threads over one. A case is a model and a variant of
-`onnx_tool_files.py`, or a product as `contenders.py` spells it.
+seconds, each in a process of its own that is held while others have theirs; each round begins with another one, so that all
+meet the same load. The columns are the median and the 90th percentile of all calls, and the time a call of a usual turn: the
+median over the turns of their means, which a turn that lost its core for long does not decide. Ratios are those of two turns of
+one round, their quartiles over the rounds: several threads over one, and Tilewright over ONNX Runtime with as many threads.
+Where the quartiles lie on both sides of 1, nothing is told apart. A case is a model and a variant of `onnx_tool_files.py`, or a
+product as `contenders.py` spells it.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import signal
@@ -37,7 +41,7 @@ class Contender:
     """A contender of one case on a number of threads, in a process of its own that is stopped between its turns."""
 
     def __init__(self, name: str, threads: int, case: str, folder: str):
-        self.name, self.threads, self.times = name, threads, list[float]()
+        self.name, self.threads, self.turns = name, threads, list[list[float]]()
         command = [sys.executable, __file__, "--serve", name, "--case", case, "--folder", folder, "--threads", str(threads)]
         environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "OPENBLAS_NUM_THREADS": str(threads)}
         self._child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
@@ -45,7 +49,18 @@ class Contender:
 
     def turn(self, seconds: float) -> None:
         """Run the case for so many seconds."""
-        self.times += json.loads(self._asked(str(seconds)))
+        self.turns.append(json.loads(self._asked(str(seconds))))
+
+    @property
+    def figures(self) -> tuple[float, float, float]:
+        """Seconds of a call: the median, the 90th percentile, and what a usual turn gives."""
+        times = sorted(itertools.chain(*self.turns))
+        return statistics.median(times), times[len(times) * 9 // 10], statistics.median(map(statistics.fmean, self.turns))
+
+    def over(self, other: Contender) -> str:
+        """The quartiles over the rounds of how many times as long a call took as another contender's."""
+        ratios = [statistics.fmean(a) / statistics.fmean(b) for a, b in zip(self.turns, other.turns, strict=True)]
+        return " ".join(f"{q:.2f}" for q in statistics.quantiles(ratios, n=4)) if len(ratios) > 1 else f"{ratios[0]:.2f}"
 
     def _asked(self, word: str) -> str:
         assert self._child.stdin is not None and self._child.stdout is not None
@@ -129,8 +144,8 @@ def serve(name: str, case: str, folder: str, threads: int) -> None:
 @click.option("--load", "loads", multiple=True, type=int, default=(0, 2, 8, 16), show_default=True, help="Busy processes.")
 @click.option("--case", "cases", multiple=True, default=CASES, show_default=True)
 @click.option("--threads", default=2, show_default=True, help="Beside one.")
-@click.option("--rounds", default=4, show_default=True)
-@click.option("--turn", default=0.25, show_default=True, help="Seconds.")
+@click.option("--rounds", default=12, show_default=True)
+@click.option("--turn", default=0.2, show_default=True, help="Seconds: many of the system's time slices.")
 @click.option("--only", multiple=True, default=NAMES, show_default=True, help="Contenders.")
 @click.option("--serve", "served", hidden=True)
 @click.option("--folder", hidden=True)
@@ -148,8 +163,8 @@ def main(
     if served is not None:
         serve(served, cases[0], str(folder), threads)
         return
-    print(f"{'':19}one thread, ms{'':19}{threads} threads, ms")
-    print(f"{'':12}median  90th pc     mean      median  90th pc     mean   ratio")
+    print(f"{'':19}one thread, ms{'':19}{threads} threads, ms{'':12}{threads} over one")
+    print(f"{'':12}median  90th pc     turn      median  90th pc     turn     quartiles")
     with tempfile.TemporaryDirectory() as written:
         for case in cases:
             if case.split()[0] in files.MODELS:
@@ -159,25 +174,23 @@ def main(
             try:
                 for load in loads:
                     for contender in taking:
-                        contender.times.clear()
+                        contender.turns.clear()
                     with busy(load):
-                        for _ in range(rounds):
-                            for contender in taking:
+                        for i in range(rounds):
+                            for contender in (*taking[i % len(taking) :], *taking[: i % len(taking)]):
                                 contender.turn(turn)
                     print(f"{case}, {load} busy processes, load average {os.getloadavg()[0]:.1f}")
-                    for name in only:
-                        figures = [row(c.times) for c in taking if c.name == name]
-                        if figures:
-                            columns = "   ".join("".join(f"{1e3 * x:9.3f}" for x in f) for f in figures)
-                            print(f"{name:11}{columns}{figures[1][2] / figures[0][2]:8.2f}", flush=True)
+                    known = {(c.name, c.threads): c for c in taking}
+                    for one, more in [(known[n, 1], known[n, threads]) for n in only if (n, 1) in known]:
+                        columns = "   ".join("".join(f"{1e3 * x:9.3f}" for x in c.figures) for c in (one, more))
+                        print(f"{one.name:11}{columns}     {more.over(one)}", flush=True)
+                    for count in (1, threads):
+                        ours, theirs = (known.get((n, count)) for n in NAMES[:2])
+                        if ours is not None and theirs is not None:
+                            print(f"  over onnxruntime, {count} thread{'s' * (count > 1)}: {ours.over(theirs)}", flush=True)
             finally:
                 for contender in ready:
                     contender.stop()
-
-
-def row(times: list[float]) -> tuple[float, float, float]:
-    """Median, 90th percentile and mean."""
-    return statistics.median(times), sorted(times)[len(times) * 9 // 10], statistics.fmean(times)
 
 
 if __name__ == "__main__":

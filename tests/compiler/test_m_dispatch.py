@@ -1,5 +1,6 @@
 """One product for any number of rows: families, crossovers, packings, and the program that serves them."""
 
+import itertools
 import json
 import time
 from dataclasses import dataclass
@@ -123,6 +124,25 @@ def test_a_table_is_made_within_its_time(monkeypatch, budget_s, raced):
     assert end == 210  # where times grow evenly, those of the ends say as much
 
 
+def test_packings_that_did_not_race_everywhere_may_serve_there(monkeypatch):
+    """At each number of rows there is time for one alone, another one each time. None serves all rows by itself."""
+    now = [1000.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+
+    def search(problem, target, *, candidates, **how):
+        now[0] += 1.0
+        able = [c for c in candidates if refusal(c, problem, target) is None]
+        family = able[problem.M % len(able)]
+        kernel = plan_for(family, problem, target).build(next(iter(plan_for(family, problem, target).schedules())))
+        return Decision(problem, kernel, 1.0 + problem.M, (), True, True)
+
+    monkeypatch.setattr(module, "search", search)
+    few, all_rows = Fake("few", [4], most=16), Fake("all", [8, 16])
+    table = bucketed(posed, CPU, last=64, budget_s=9.0, candidates=[few, all_rows])
+    assert table.buckets[0].first == 1 and table.buckets[-1].last == 64
+    assert all(one.last + 1 == two.first for one, two in itertools.pairwise(table.buckets))
+
+
 def test_who_is_far_slower_at_both_neighbours_does_not_race(monkeypatch):
     races = timed_by({"a nr=4": (1, 1), "b": (1, 3), "c": (9, 1.5)}, monkeypatch)
     contenders = [Fake("a", [4]), Fake("b", [0]), Fake("c", [0])]
@@ -139,10 +159,13 @@ def test_one_packing_unless_a_second_is_worth_it(monkeypatch):
     assert len(table.buckets) == 1 and len(table.packings) == 1
 
 
-def test_at_most_two_packings(monkeypatch):
+@pytest.mark.parametrize(("packed", "count"), [(0, 3), (700, 2)])
+def test_packings_that_are_worth_it_take_twice_the_largest_at_most(monkeypatch, packed, count):
+    """Three packings of 4, 8 and 16 columns' bytes fit in twice those of 16; three of equal size do not."""
     timed_by({"a nr=4": (1, 4), "a nr=8": (60, 1), "a nr=16": (20, 2)}, monkeypatch)
-    table = bucketed(posed, CPU, last=4096, candidates=[Fake("a", [4, 8, 16])])
-    assert len(table.packings) == 2 and sum(table.packings.values()) == sum(100 * int(n.split("=")[1]) for n in table.packings)
+    table = bucketed(posed, CPU, last=4096, candidates=[Fake("a", [4, 8, 16], packed=packed)])
+    sizes = [packed or 100 * int(n.split("=")[1]) for n in table.packings]
+    assert len(sizes) == count and [*table.packings.values()] == sizes and sum(sizes) <= 2 * (packed or 1600)
     assert {n for _, _, n in spans(table)} == set(table.packings)
     assert [s for s, _, _ in spans(table)][1:] == [e + 1 for _, e, _ in spans(table)][:-1]
 

@@ -162,7 +162,8 @@ def test_what_is_worth_most_is_chosen_first_and_gets_most(clock, monkeypatch, tm
     monkeypatch.setattr(budget, "search", costly)
     program = compiler.compile(apart(3, 5, 4096), budget_s=2.0, cache=TuningDatabase(CPU, Cache(tmp_path)))
     columns, shares = zip(*asked, strict=True)
-    assert columns == (4096, 5, 3) and shares[0] > 1.0 and shares[1:] == (0.0, 0.0)
+    assert shares[0] > 1.0 and not any(shares[1:])
+    assert columns == ((4096, 5, 3) if others == "llvm" else (4096,))  # the reference is not even checked
     assert [s.decision.kernel.candidate for s in program.steps] == [others, others, "llvm"]
     assert len([*Cache(tmp_path).records()]) == (3 if others == "llvm" else 1)
 
@@ -170,7 +171,7 @@ def test_what_is_worth_most_is_chosen_first_and_gets_most(clock, monkeypatch, tm
 def test_the_least_that_gives_a_good_program_ends_by_the_clock_too(clock, monkeypatch, tmp_path, caplog):
     """Fifteen problems of which each kernel takes 2 s to be checked, measured or not, where the time is for six: then libraries
     serve, which take 0.2 s each, then the reference. All end within a fifth more and one kernel."""
-    real, asked, took_s = budget.search, [], {"llvm": 2.0, "onednn": 0.2, "int_mm": 0.2, "reference": 0.0}
+    real, asked, took_s = budget.search, [], {"llvm": 2.0, "int_mm": 0.2}
 
     def costly(problem, target, **how):
         decision = real(problem, target, **{**how, "budget_s": 0})
@@ -183,10 +184,11 @@ def test_the_least_that_gives_a_good_program_ends_by_the_clock_too(clock, monkey
     graph = apart(*range(16, 256, 16))
     program = compiler.compile(graph, budget_s=10.0, cache=TuningDatabase(CPU, cache))
     assert 10.0 < clock[0] - began <= 1.2 * 10.0 + 2.0
-    kinds = list(dict.fromkeys(asked))
-    assert kinds[0] == "llvm" and kinds[-1] == "reference" and len(kinds) == 3 and len(asked) == 15, asked
+    kinds = [s.decision.kernel.candidate for s in reversed(program.steps)]  # the heaviest first
+    assert kinds == sorted(kinds, key=["llvm", "int_mm", "reference"].index) and len(set(kinds)) == 3
+    assert asked == [k for k in kinds if k != "reference"]
     untried = [r for s in program.steps for r in s.decision.rejected if r.candidate == "llvm" and r.why == budget.OVER]
-    assert len(untried) == asked.count(kinds[1]) + asked.count("reference")
+    assert len(untried) == 15 - asked.count("llvm")
     assert f"the time was over (budget_s=10): {len(untried)} problems run on a library or operation by" in caplog.text
     assert len([*cache.records()]) == asked.count("llvm")
     x = torch.ones(4, 8, dtype=torch.int8)

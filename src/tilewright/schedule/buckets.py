@@ -40,11 +40,13 @@ from tilewright.schedule.problem import Problem
 from tilewright.schedule.record import End, Key, Range, Table
 from tilewright.schedule.search import Decision, search
 
-MOST_PACKINGS = 2
+MOST_PACKINGS = 3
+TIMES_LARGEST = 2  # the bytes of the largest packing that there is: for all that are kept together
 WORTH = 1.05  # times faster that a second packing must make some number of rows
 LOOKED_AT = 64  # points of a candidate's space, the best first, among which its families are found
 FAMILIES = 3  # of one candidate that are measured
 UNKNOWN_US = 1e3  # of a kernel that was not timed, and of which the cost model knows nothing
+UNKNOWN_TIMES = 2.0  # as slow as the winner, likewise
 HOPELESS = 2.0  # times as slow as the fastest
 LATER = 4  # races that are expected beside those at the powers of two
 # Of a race's share of the time: what measuring has beside building and checking, and all that it may take at most.
@@ -95,7 +97,7 @@ class Buckets:
 
     Attributes:
         buckets: without gaps, in order.
-        packings: bytes of the packed weight by family; at most two.
+        packings: bytes of the packed weight by family; at most three, which together take twice as much as one may.
         measured: the numbers of rows at which families raced, with the time of each in µs.
         provisional: why these times are not reliable, "" if they are.
     """
@@ -132,7 +134,8 @@ def bucketed(
 
     All families race at both ends and at the powers of two between them, far apart first; one that was twice as slow as
     another at the numbers of rows next below and above takes no part. Of the families that pack the weight one is kept, or two
-    if the second makes some number of rows 5 % faster. A family goes on serving while nobody is 5 % faster; where neighbours
+    or three if a further one makes some number of rows 5 % faster; together they take twice the bytes of the largest at most,
+    so three are copies of codes of a few bits. A family goes on serving while nobody is 5 % faster; where neighbours
     are served by different ones, the crossover is found by bisection. Packings that depend on the rows take no part.
 
     What there is no time for is left out: numbers of rows between others, steps of bisections. Both ends race always.
@@ -169,8 +172,11 @@ def bucketed(
                 families.setdefault(f.name, f)
         raced[m] = dict(race.times(m, _promising(families, raced, m)))
     probes = sorted(raced)
-    times = {m: raced[m] for m in probes}
-    for name in dict.fromkeys(n for t in times.values() for n in t if n not in packed_bytes):
+    times = {m: dict(raced[m]) for m in probes}
+    for m, (name, family) in itertools.product(probes, families.items()):
+        if name not in raced[m] and race.serves(m, family):
+            times[m][name] = min(raced[m].values()) * _times_slower(name, m, raced, race.expected(m, family))
+    for name in dict.fromkeys(n for t in times.values() for n in t if n in families and n not in packed_bytes):
         packed_bytes[name] = race.packed_bytes(next(m for m in probes if name in times[m]), families[name])
     kept = _kept(times, packed_bytes)
     winners: dict[int, str] = {}
@@ -221,6 +227,14 @@ def _crossing(times: Sequence[Mapping[str, float]], one: str, two: str) -> float
         return 0.5
     before, after = (t[one] - WORTH * t[two] for t in times)
     return before / (before - after) if before < 0 < after else 0.5
+
+
+def _times_slower(name: str, rows: int, raced: Mapping[int, Mapping[str, float]], expected: float) -> float:
+    """How many times as long as the winner a family is taken to need at a number of rows where it did not race: as at the
+    nearest where it did; else as expected. At least as long."""
+    known = [m for m in raced if name in raced[m]]
+    near = min(known, key=lambda m: abs(math.log(m / rows)), default=None)
+    return max(1.0, expected if near is None else raced[near][name] / min(raced[near].values()))
 
 
 def _promising(
@@ -293,7 +307,7 @@ def _families(candidates: Sequence[Candidate], problem: Problem, target: Target)
 
 
 def _kept(times: Mapping[int, Mapping[str, float]], packed_bytes: Mapping[str, int]) -> list[str]:
-    """The families that may serve: whoever packs nothing, and the one or two packings that serve all best.
+    """The families that may serve: whoever packs nothing, and the packings that serve all best.
 
     Raises:
         UnsupportedError: there is a number of rows that no such choice serves.
@@ -308,9 +322,13 @@ def _kept(times: Mapping[int, Mapping[str, float]], packed_bytes: Mapping[str, i
     def total(choice: Sequence[str]) -> float:
         return sum(math.log(best(choice, m)) for m in times)
 
-    one = min(([*free, n] for n in packed), key=total, default=free)
-    two = min(([*free, *pair] for pair in itertools.combinations(packed, MOST_PACKINGS)), key=total, default=one)
-    kept = two if any(best(one, m) > WORTH * best(two, m) for m in times) else one
+    most_bytes = TIMES_LARGEST * max((packed_bytes[n] for n in packed), default=0)
+    kept = free
+    for count in range(1, MOST_PACKINGS + 1):
+        fitting = [c for c in itertools.combinations(packed, count) if sum(packed_bytes[n] for n in c) <= most_bytes]
+        more = min(([*free, *c] for c in fitting), key=total, default=kept)
+        if count == 1 or any(best(kept, m) > WORTH * best(more, m) for m in times):
+            kept = more
     missing = [m for m in times if best(kept, m) == math.inf]
     if missing:
         raise UnsupportedError(f"nothing serves {missing[0]} rows", hint="report this: a library runs any product")
@@ -353,6 +371,15 @@ class _Race:
         """The time that the cost model expects of a kernel that was not timed."""
         candidate = next(c for c in discover() if c.name == decision.kernel.candidate)
         return predict(candidate, decision.problem, decision.kernel.schedule, self._target) or UNKNOWN_US
+
+    def expected(self, rows: int, family: PackingVariants) -> float:
+        """How many times the time of the winner of a race the cost model expects of a family that serves these rows."""
+        won = self._decided.get(rows)
+        if won is None:
+            return UNKNOWN_TIMES
+        point = next(iter(plan_for(family, won.problem, self._target).schedules()))
+        expected_us = predict(family, won.problem, point, self._target)
+        return UNKNOWN_TIMES if expected_us is None else expected_us / self._expected_us(won)
 
     def serves(self, rows: int, family: PackingVariants) -> bool:
         """Tell whether a family has a kernel for a number of rows."""

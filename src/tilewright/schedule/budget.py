@@ -16,7 +16,7 @@ from tilewright.hardware.target import Target
 from tilewright.ir.ops import Const
 from tilewright.progress import Progress
 from tilewright.schedule.ahead import compile_ahead
-from tilewright.schedule.candidate import LAST_RESORT, MATRIX_LIBRARIES, concerns, discover
+from tilewright.schedule.candidate import LAST_RESORT, MATRIX_LIBRARIES, concerns, discover, plan_for
 from tilewright.schedule.cost import least_us
 from tilewright.schedule.key import numbers_of, text_of
 from tilewright.schedule.problem import AnyProblem, FusionProblem
@@ -122,8 +122,9 @@ class SharedBudget:
                     recalled=model.recalled,
                     provisional=model.provisional,
                 )
-        decision = self._searched(problem, weights)
-        self._alike.setdefault(text, decision)
+        gaps, decision = self.stopgaps, self._searched(problem, weights)
+        if self.stopgaps == gaps:
+            self._alike.setdefault(text, decision)
         return decision
 
     def _repeated(self, problem: AnyProblem, model: Decision, weights: Mapping[int, torch.Tensor]) -> Decision | None:
@@ -172,20 +173,22 @@ class SharedBudget:
         return decision
 
     def _stopgap(self, problem: AnyProblem, weights: Mapping[int, torch.Tensor]) -> Decision:
-        """What is there at once. A library is checked, unless there is no time for that either."""
+        """What is there at once: a library that passes its check, or the reference, which needs none, where there is no library
+        or no time for that either."""
         self.stopgaps += 1
         self._waiting.pop(self._texts[problem], None)
         able = [c for c in discover() if concerns(c, problem, self._target)]
-        libraries = () if self._budget.spent() else MATRIX_LIBRARIES
-        at_once = [
-            c
-            for c in able
-            if c.preference >= LAST_RESORT or (c.preference in libraries and not isinstance(problem, FusionProblem))
-        ]
-        decision = search(problem, self._target, budget_s=0, candidates=at_once, weights=weights)
-        if self._database is not None:
-            self._database.vouch(decision)
-        others = tuple(Rejected(c.name, "untried", OVER) for c in able if c not in at_once)
+        last = [c for c in able if c.preference >= LAST_RESORT]
+        libraries = [c for c in able if c.preference in MATRIX_LIBRARIES and not isinstance(problem, FusionProblem)]
+        if libraries and not self._budget.spent():
+            decision = search(problem, self._target, budget_s=0, candidates=[*libraries, *last], weights=weights)
+            self._alike[self._texts[problem]] = decision  # which the next of them are not checked for either
+            if self._database is not None:
+                self._database.vouch(decision)
+        else:
+            libraries, plan = [], plan_for(last[0], problem, self._target)
+            decision = Decision(problem, plan.build(next(iter(plan.schedules()))), None, (), False, True)
+        others = tuple(Rejected(c.name, "untried", OVER) for c in able if c not in (*libraries, *last))
         return replace(decision, rejected=(*others, *decision.rejected))
 
     def _share(self, problem: AnyProblem) -> float:
