@@ -1,7 +1,8 @@
 """Element types, spelt as XLA HLO spells them.
 
 Source of the ranges: OCP 8-bit Floating Point Specification 1.0 (f8e4m3fn, f8e5m2), Graphcore/AMD "8-bit Numerical
-Formats for Deep Neural Networks" 2022 (the fnuz forms), IEEE 754-2019 (f16, f32, f64).
+Formats for Deep Neural Networks" 2022 (the fnuz forms), OCP Microscaling Formats (MX) Specification 1.0 (f4e2m1fn), IEEE
+754-2019 (f16, f32, f64).
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ class DType:
         bits: width of one element as stored densely.
         min, max: smallest and largest finite value.
         storage: name of the torch dtype that carries it while a graph is evaluated. 4-bit integers travel one code to a
-            byte there (torch has int4 storage but no kernels for it).
+            byte there (torch has int4 storage but no kernels for it), 4-bit floats as the f8e4m3fn of the same value.
         epsilon: distance from 1.0 to the next larger value, 0 for integers.
         infinite: the type has infinities.
     """
@@ -83,7 +84,7 @@ class DType:
     def holds(self, value: float) -> bool:
         """Tell whether a number is one of this type's, for floats up to rounding. NaN is one of any float type's."""
         if self.is_float:
-            return value != value or self.min <= value <= self.max or value in (self.lowest, self.highest)
+            return (value != value and self.bits > 4) or self.min <= value <= self.max or value in (self.lowest, self.highest)
         whole = isinstance(value, int) or value.is_integer()
         return whole and self.min <= value <= self.max
 
@@ -102,6 +103,8 @@ class DType:
         import ml_dtypes  # noqa: F401  # pyright: ignore[reportUnusedImport] - NumPy knows its types by name from then on
         import numpy as np
 
+        if self is F4E2M1FN:
+            return np.dtype("float4_e2m1fn")
         return np.dtype(self.storage.replace("int8", "int4") if self.bits == 4 else self.storage)
 
 
@@ -120,6 +123,7 @@ def _float(name: str, bits: int, largest: float, storage: str, epsilon: float, *
 PRED = DType("pred", "pred", 8, 0, 1, "bool")
 S4, U4 = _int(4, "int8"), _uint(4, "uint8")
 S8, U8, S16, U16, S32, U32, S64, U64 = _int(8), _uint(8), _int(16), _uint(16), _int(32), _uint(32), _int(64), _uint(64)
+F4E2M1FN = _float("f4e2m1fn", 4, 6.0, "float8_e4m3fn", 2**-1, infinite=False)
 F8E4M3FN = _float("f8e4m3fn", 8, 448.0, "float8_e4m3fn", 2**-3, infinite=False)
 F8E4M3FNUZ = _float("f8e4m3fnuz", 8, 240.0, "float8_e4m3fnuz", 2**-3, infinite=False)
 F8E5M2 = _float("f8e5m2", 8, 57344.0, "float8_e5m2", 2**-2)
@@ -132,7 +136,7 @@ F64 = _float("f64", 64, 1.7976931348623157e308, "float64", 2**-52)
 OPAQUE = DType("opaque", "opaque", 0, 0, 0, "opaque")
 
 _ALL = (PRED, S4, U4, S8, U8, S16, U16, S32, U32, S64, U64)
-_ALL_FLOAT = (F8E4M3FN, F8E4M3FNUZ, F8E5M2, F8E5M2FNUZ, BF16, F16, F32, F64)
+_ALL_FLOAT = (F4E2M1FN, F8E4M3FN, F8E4M3FNUZ, F8E5M2, F8E5M2FNUZ, BF16, F16, F32, F64)
 BY_NAME: dict[str, DType] = {d.name: d for d in (*_ALL, *_ALL_FLOAT, OPAQUE)}
 _ALIASES = {
     **{
@@ -140,7 +144,8 @@ _ALIASES = {
         for word, kind in (("i", "s"), ("int", "s"), ("ui", "u"), ("uint", "u"))
         for bits in (4, 8, 16, 32, 64)
     },
-    **{d.storage: d.name for d in _ALL_FLOAT},
+    **{d.storage: d.name for d in _ALL_FLOAT},  # of two types in one storage the latter
+    "float4_e2m1fn": "f4e2m1fn",
     "i1": "pred",
     "bool": "pred",
     "half": "f16",

@@ -83,8 +83,8 @@ def test_compiled_by_torch(mode):
 def test_torch_takes_the_operation():
     (layer,) = quantised("w4g64z", torch.float16)
     x = torch.randn(2, 3, 512, device="cuda", dtype=torch.float16, requires_grad=True)
-    parts = layer.packed, layer.scales, layer.zero_points, layer.offsets, layer.order, layer.bias
-    opcheck(torch.ops.tilewright.linear.default, (x, *parts, layer.code_type, layer.group_size, False))
+    parts = layer.packed, layer.scales, layer.zero_points, layer.offsets, layer.order, layer.factor, layer.bias
+    opcheck(torch.ops.tilewright.linear.default, (x, *parts, layer.code_type, layer.group_size, layer.divides, False))
 
 
 def test_a_captured_graph_computes_from_new_inputs():

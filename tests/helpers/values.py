@@ -6,16 +6,17 @@ import ml_dtypes
 import numpy as np
 import torch
 
-from tilewright.dtype import BY_NAME, OPAQUE, PRED, S4, U4, DType
+from tilewright.dtype import BY_NAME, F4E2M1FN, OPAQUE, PRED, S4, U4, DType
 from tilewright.ir.build import const
 from tilewright.ir.evaluate import evaluate_nodes
 from tilewright.ir.graph import Node, Op
+from tilewright.ir.ops.rounding import are_codes
 from tilewright.ir.types import TensorType
 
 ALL = tuple(d for d in BY_NAME.values() if d is not OPAQUE)
 INTEGERS = tuple(d for d in ALL if d.is_integer)
 FLOATS = tuple(d for d in ALL if d.is_float)
-NARROW = tuple(d for d in FLOATS if d.bits == 8)
+NARROW = tuple(d for d in FLOATS if d.bits <= 8)
 WIDE = tuple(d for d in FLOATS if d.bits > 8)
 _BITS = {8: (torch.uint8, np.uint8), 16: (torch.int16, np.int16)}
 
@@ -23,6 +24,8 @@ _BITS = {8: (torch.uint8, np.uint8), 16: (torch.int16, np.int16)}
 def to_numpy(t: torch.Tensor, d: DType) -> np.ndarray:
     """The same values as a NumPy array of `d`'s own type."""
     t = t.detach().contiguous()
+    if d is F4E2M1FN:
+        return t.float().numpy().astype(d.to_numpy())
     if d in (S4, U4):
         return t.numpy().astype(d.to_numpy())
     if d.is_float and d.to_numpy().type.__module__ == "ml_dtypes":
@@ -34,6 +37,8 @@ def to_numpy(t: torch.Tensor, d: DType) -> np.ndarray:
 def from_numpy(a: np.ndarray, d: DType) -> torch.Tensor:
     """The inverse of `to_numpy`."""
     a = np.ascontiguousarray(a).reshape(a.shape)
+    if d is F4E2M1FN:
+        return torch.from_numpy(a.astype(np.float32)).to(d.to_torch())
     if d in (S4, U4):
         return torch.from_numpy(a.astype(np.int8 if d is S4 else np.uint8))
     if d.is_float and a.dtype.type.__module__ == "ml_dtypes":
@@ -46,6 +51,8 @@ def every_value(d: DType) -> np.ndarray:
     """All bit patterns of a type of at most 16 bits."""
     if d is PRED:
         return np.array([False, True])
+    if d is F4E2M1FN:
+        return np.arange(16, dtype=np.uint8).view(d.to_numpy())
     if d.bits == 4:
         return np.arange(int(d.min), int(d.max) + 1).astype(d.to_numpy())
     return np.arange(1 << d.bits, dtype=np.uint16 if d.bits == 16 else np.uint8).view(d.to_numpy())
@@ -113,8 +120,7 @@ def value_of(node: Node) -> np.ndarray:
     assert isinstance(value, torch.Tensor)
     assert tuple(value.shape) == node.shape, f"{node.op.name} says {node.type}, gives {list(value.shape)}"
     assert value.dtype == node.dtype.to_torch(), f"{node.op.name} says {node.type}, gives {value.dtype}"
-    if node.dtype.bits == 4 and value.numel():
-        assert node.dtype.min <= int(value.min()) and int(value.max()) <= node.dtype.max
+    assert node.dtype.bits > 4 or are_codes(value, node.dtype), f"{node.op.name} gives what is no {node.dtype}"
     return to_numpy(value, node.dtype)
 
 

@@ -18,6 +18,7 @@ from tilewright.ir.graph import Graph, Node
 from tilewright.ir.literal import Literal
 from tilewright.ir.literal_file import FILE, arrays_of, read_literals
 from tilewright.ir.ops import Const, Dequantize, gemm
+from tilewright.ir.ops.rounding import to_float
 from tilewright.ir.text import print_graph
 from tilewright.ir.types import TensorType
 from tilewright.report.html.picture import Dump
@@ -29,7 +30,7 @@ def random(dtype, shape) -> torch.Tensor:
     if dtype.is_integer:
         low, high = max(dtype.min, -(1 << 62)), min(dtype.max, 1 << 62)
         return torch.randint(low, high + 1, shape, generator=g).to(dtype.to_torch())
-    return (torch.randn(shape, generator=g) * 8).to(dtype.to_torch())
+    return to_float(torch.randn(shape, generator=g) * 8, dtype)
 
 
 @pytest.mark.parametrize("name", [n for n, d in BY_NAME.items() if d is not OPAQUE])

@@ -29,8 +29,8 @@ LIMIT = {torch.float32: 2e-6, torch.bfloat16: 3e-3, torch.float16: 3e-4}
 
 
 def arguments(layer, x):
-    parts = layer.packed, layer.scales, layer.zero_points, layer.offsets, layer.order, layer.bias
-    return x, *parts, layer.code_type, layer.group_size, layer.quantize_activations
+    parts = layer.packed, layer.scales, layer.zero_points, layer.offsets, layer.order, layer.factor, layer.bias
+    return x, *parts, layer.code_type, layer.group_size, layer.divides, layer.quantize_activations
 
 
 def right(layer, x):

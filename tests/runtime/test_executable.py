@@ -22,6 +22,7 @@ from tilewright.ir.graph import Graph, Node
 from tilewright.ir.literal import Literal
 from tilewright.ir.notation import parse
 from tilewright.ir.ops import Concat, Const, Quantize, gemm
+from tilewright.ir.ops.rounding import to_float
 from tilewright.ir.types import TensorType
 from tilewright.runtime import arrays
 
@@ -167,7 +168,7 @@ def test_every_type_passes_through_both_worlds(d):
     got = executable(array)
     assert got.dtype == array.dtype and type(got) is np.ndarray
     np.testing.assert_array_equal(got.astype(np.float64), array.T.reshape(6).astype(np.float64))
-    tensor = torch.from_numpy(wide).to(d.to_torch())
+    tensor = to_float(torch.from_numpy(wide), d) if d.is_float else torch.from_numpy(wide).to(d.to_torch())
     result = executable(tensor)
     assert type(result) is torch.Tensor and result.dtype == d.to_torch()
     assert torch.equal(result.double(), tensor.T.reshape(6).double())

@@ -156,7 +156,11 @@ def test_offsets_and_order_are_part_of_a_weight():
         (torch.ones(4, 8), {"group_size": 0}, "a group of 0 codes"),
         (torch.ones(4, 8), {"scale_dtype": "f64"}, "a scale is not kept as f64"),
         (torch.ones(0, 8), {}, "holds nothing"),
-        (torch.ones(4, 8), {"code_type": "w4g64"}, "a weight is not packed as w4g64\n  try: s4, u4, s8 or u8, with group_size"),
+        (
+            torch.ones(4, 8),
+            {"code_type": "w4g64"},
+            "a weight is not packed as w4g64\n  try: s4, u4, s8, u8, f4e2m1fn, f8e4m3fn or f8e5m2, with group_size",
+        ),
         (torch.ones(4, 8), {"code_type": 4}, "a weight is not packed as 4"),
         (torch.ones(4, 8), {"group_size": "64"}, r"an argument of type str \(group_size\)\n  try: 32, 64, 128, or None"),
         (torch.ones(4, 8), {"group_size": True}, r"an argument of type bool \(group_size\)"),

@@ -77,12 +77,14 @@ class Literal:
             self._tensor, self._checked = None, False
 
     def _check(self, t: torch.Tensor) -> None:
+        from tilewright.ir.ops.rounding import are_codes
+
         d = self.type.dtype
         if tuple(t.shape) != self.type.shape or t.dtype != self.type.dtype.to_torch():
             raise TypeMismatchError(
                 f"a constant declared {self.type} holds {t.dtype}{list(t.shape)}", where=self.label or "constant"
             )
-        if d.bits == 4 and t.numel() and not d.min <= int(t.min()) <= int(t.max()) <= d.max:
+        if d.bits == 4 and not are_codes(t, d):
             raise TypeMismatchError(f"a constant declared {self.type} holds bytes that are no 4-bit codes", where=self.label)
 
     def scalar(self) -> float | int | bool | None:

@@ -33,6 +33,7 @@ _TYPES = {
     "F64": torch.float64,
     "F8_E4M3": torch.float8_e4m3fn,
     "F8_E5M2": torch.float8_e5m2,
+    "F8_E8M0": torch.float8_e8m0fnu,
 }
 # How files of other formats begin, and what to do with one.
 _SAVED = "a file of torch.save", "safetensors.torch.save_file(torch.load(path, weights_only=True), new_path)"
@@ -176,6 +177,10 @@ class TensorFile:
     def shape(self, name: str) -> tuple[int, ...]:
         """A tensor's shape, without reading it."""
         return tuple(self._entries[name].shape)
+
+    def dtype(self, name: str) -> torch.dtype | None:
+        """A tensor's type, without reading it; None where torch has none."""
+        return _TYPES.get(self._entries[name].dtype)
 
     def tensor(self, name: str) -> torch.Tensor:
         """One tensor.

@@ -14,7 +14,7 @@ from typing import cast
 import torch
 
 from tilewright.compiler import optimise
-from tilewright.dtype import F32, DType, from_torch
+from tilewright.dtype import BF16, F32, DType, from_torch
 from tilewright.errors import InputError
 from tilewright.hardware.detect import detect
 from tilewright.hardware.target import Target
@@ -48,6 +48,7 @@ class Signature:
         codes, scales: their types.
         group_size: codes that share a scale.
         parts: whether there are zero points, and offsets.
+        factor: what all scales are: "multiply" by a factor, "divide" by one, or "" for neither.
         activations, bias: types of the input and of the bias (None if there is none).
         quantize_activations: activations are quantised to 8 bits, a scale a row, before they are multiplied.
         device: the device that runs it.
@@ -58,6 +59,7 @@ class Signature:
     scales: DType
     group_size: int
     parts: tuple[bool, bool]
+    factor: str
     activations: DType
     bias: DType | None
     quantize_activations: bool
@@ -79,16 +81,17 @@ class Signature:
         return Signature(
             weight.shape,
             weight.code_type,
-            from_torch(weight.scales.dtype),
+            BF16 if weight.scales.dtype.itemsize == 1 else from_torch(weight.scales.dtype),  # which holds 8-bit ones
             weight.group_size,
             (weight.zero_points is not None, weight.offsets is not None),
+            "" if weight.factor is None else "divide" if weight.divides else "multiply",
             *types,
             quantize_activations,
             str(weight.packed.device),
         )
 
 
-CONSTANTS = ("codes", "scales", "zero_points", "offsets")
+CONSTANTS = ("codes", "scales", "zero_points", "offsets", "factor")
 
 
 def constants_of(signature: Signature, value: Callable[[str], torch.Tensor]) -> dict[str, Node]:
@@ -100,6 +103,7 @@ def constants_of(signature: Signature, value: Callable[[str], torch.Tensor]) -> 
         TensorType(signature.scales, (out, groups)),
         TensorType(signature.codes, (out, groups)) if zeros else None,
         TensorType(F32, (out, groups)) if offsets else None,
+        TensorType(F32, (1,)) if signature.factor else None,
     ]
     named = [(name, t) for name, t in zip(CONSTANTS, types, strict=True) if t is not None]
     return {name: Node(Const(Literal(t, lambda name=name: value(name), name))) for name, t in named}
@@ -108,7 +112,7 @@ def constants_of(signature: Signature, value: Callable[[str], torch.Tensor]) -> 
 def value_of(weight: QuantizedWeight, name: str) -> torch.Tensor:
     """The value of a constant: codes are unpacked, one to a byte."""
     value: torch.Tensor = getattr(weight, name)
-    return value.detach()
+    return (value.to(torch.bfloat16) if name == "scales" and value.itemsize == 1 else value).detach()
 
 
 def graph_at(signature: Signature, constants: Mapping[str, Node]) -> Callable[[int], Graph]:
@@ -129,6 +133,8 @@ def graph_at(signature: Signature, constants: Mapping[str, Node]) -> Callable[[i
             signature.group_size,
             zero_point=constants.get("zero_points"),
             offset=constants.get("offsets"),
+            factor=constants.get("factor"),
+            divides=signature.factor == "divide",
             bias=bias,
             quantize_activations=signature.quantize_activations,
         )

@@ -20,31 +20,34 @@ from tilewright.runtime.quantized_weight import QuantizedWeight, pack
 from tilewright.schedule.buckets import Buckets
 from tilewright.threads import check, limited
 
-_OPTIONAL = ("zero_points", "offsets", "order")
+_OPTIONAL = ("zero_points", "offsets", "order", "factor")
 
 
 class LayerWeight(QuantizedWeight):
-    """A `QuantizedWeight` that answers as a tensor [out, in] of the scales' type would.
+    """A `QuantizedWeight` that answers as a tensor [out, in] of a float type would.
 
-    `dtype` is torch's own here (`code_type` is that of the codes), `device` where the codes are. `@`, an index, every function
-    and every attribute of a tensor work on the dequantised matrix, made anew each time: nothing written to it comes back.
+    `dtype` is torch's own here, that of the layer (`code_type` is that of the codes), `device` where the codes are. `@`, an
+    index, every function and every attribute of a tensor work on the dequantised matrix, made anew each time: nothing written
+    to it comes back.
     """
 
     @staticmethod
-    def seen(weight: QuantizedWeight) -> LayerWeight:
-        """The weight, over the same memory."""
-        sides = weight.zero_points, weight.offsets, weight.order
-        return LayerWeight(weight.code_type, weight.packed, weight.scales, weight.in_features, weight.group_size, *sides)
+    def seen(weight: QuantizedWeight, as_type: torch.dtype | None = None) -> LayerWeight:
+        """The weight, over the same memory, as a matrix of a type; by default that of the scales, bf16 for those of 8 bits."""
+        sides = weight.zero_points, weight.offsets, weight.order, weight.factor, weight.divides
+        seen = LayerWeight(weight.code_type, weight.packed, weight.scales, weight.in_features, weight.group_size, *sides)
+        seen.__dict__["_as_type"] = as_type or usual_type(weight)
+        return seen
 
     def plain(self) -> QuantizedWeight:
         """The same as a weight alone."""
-        sides = self.zero_points, self.offsets, self.order
+        sides = self.zero_points, self.offsets, self.order, self.factor, self.divides
         return QuantizedWeight(self.code_type, self.packed, self.scales, self.in_features, self.group_size, *sides)
 
     @property
     def dtype(self) -> torch.dtype:  # pyright: ignore[reportIncompatibleMethodOverride, reportIncompatibleVariableOverride]
-        """The type of what the layer multiplies by, which is that of the scales."""
-        return self.scales.dtype
+        """The type of what the layer multiplies by."""
+        return self.__dict__["_as_type"]
 
     @dtype.setter
     def dtype(self, code_type: DType) -> None:  # by the constructor  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -76,7 +79,7 @@ class LayerWeight(QuantizedWeight):
     def to(self, *args: Any, **kwargs: Any) -> Any:
         """The weight on another device, as codes; in another type, as a tensor."""
         if len(args) == 1 and not kwargs and isinstance(args[0], (str, torch.device)):
-            return LayerWeight.seen(self.plain().to(args[0]))
+            return LayerWeight.seen(self.plain().to(args[0]), self.dtype)
         return self.tensor().to(*args, **kwargs)
 
     def tensor(self) -> torch.Tensor:
@@ -111,6 +114,16 @@ class LayerWeight(QuantizedWeight):
         return func(*given, **named)
 
 
+def usual_type(weight: QuantizedWeight) -> torch.dtype:
+    """The type of a layer of which nothing else is known: that of the scales, bf16 where they have 8 bits."""
+    return torch.bfloat16 if weight.scales.itemsize == 1 else weight.scales.dtype
+
+
+def meets_codes(weight: QuantizedWeight) -> bool:
+    """Tell whether activations of 8 bits can be multiplied by a weight: by integers, and by 8-bit floats with a scale a row."""
+    return weight.code_type.is_integer or (weight.code_type.bits == 8 and weight.scales.shape[1] == 1)
+
+
 def numbers_of_rows(rows: int | Iterable[int]) -> list[int]:
     """One number of rows, or several, as a list.
 
@@ -143,9 +156,15 @@ class Linear(torch.nn.Module):
     Args:
         weight: the quantised weight.
         bias: [out] or None; a parameter stays the same parameter.
-        quantize_activations: multiply in 8 bits: each row of x is quantised by its largest magnitude.
+        quantize_activations: multiply in 8 bits: each row of x is quantised by its largest magnitude, to s8 or, beside floats,
+            to f8e4m3fn.
         threads: threads for calls on a CPU; None is torch's number, but no more than the machine has for this process. An
             attribute that may be set. Where torch compiles or exports the module, torch's number counts.
+        float_type: the type that `weight` answers with, and of the activations that `prepare` makes kernels for; that of the
+            bias if not given, or else of the scales (bf16 for those of 8 bits).
+
+    Raises:
+        InputError: the bias has another extent, or activations of 8 bits meet floats of 4 bits or with scales by groups.
     """
 
     in_features: int
@@ -153,12 +172,15 @@ class Linear(torch.nn.Module):
     code_type: str
     group_size: int
     scheme: str
+    divides: bool
+    float_type: torch.dtype
 
     packed: torch.Tensor
     scales: torch.Tensor
     zero_points: torch.Tensor | None
     offsets: torch.Tensor | None
     order: torch.Tensor | None
+    factor: torch.Tensor | None
     bias: torch.nn.Parameter | None
     threads: int | None = None
 
@@ -169,6 +191,7 @@ class Linear(torch.nn.Module):
         *,
         quantize_activations: bool = False,
         threads: int | None = None,
+        float_type: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         self.threads = check(threads)
@@ -176,7 +199,12 @@ class Linear(torch.nn.Module):
         check_type(bias, (torch.Tensor, type(None)), "bias", f"a tensor [{weight.out_features}], or None")
         if bias is not None and tuple(bias.shape) != (weight.out_features,):
             raise InputError(f"a bias of shape {list(bias.shape)}", hint=f"[{weight.out_features}], one a row of the weight")
+        if quantize_activations and not meets_codes(weight):
+            hint = "8-bit codes with a scale a row (f8), or activations as they are"
+            raise InputError(f"8-bit activations beside {weight.code_type} by groups", hint=hint)
+        self.float_type = float_type or (usual_type(weight) if bias is None else bias.dtype)
         self.in_features, self.out_features = weight.in_features, weight.out_features
+        self.divides = weight.divides
         self.code_type, self.group_size = weight.code_type.name, weight.group_size
         self.scheme = f"{'a8' if quantize_activations else ''}{weight.scheme}"
         self.quantize_activations = quantize_activations
@@ -222,13 +250,16 @@ class Linear(torch.nn.Module):
             InputError: there is no such checkpoint or layer, or it is broken.
         """
         read = checkpoint if isinstance(checkpoint, Checkpoint) else read_checkpoint(checkpoint)
-        return cls(read.weight(layer), read.bias(layer))
+        weight = read.weight(layer)
+        eight = read.quantizes_activations(layer) and meets_codes(weight)
+        return cls(weight, read.bias(layer), quantize_activations=eight)
 
     @property
     def weight(self) -> LayerWeight:
         """The weight, over the module's own memory; a tensor [out, in] to code that reads one."""
-        sides = (self.zero_points, self.offsets, self.order)
-        return LayerWeight(dtype(self.code_type), self.packed, self.scales, self.in_features, self.group_size, *sides)
+        sides = (self.zero_points, self.offsets, self.order, self.factor, self.divides)
+        held = QuantizedWeight(dtype(self.code_type), self.packed, self.scales, self.in_features, self.group_size, *sides)
+        return LayerWeight.seen(held, self.float_type)
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Set an attribute as torch does. A float weight is taken for this one where it is what was quantised: models tie their
@@ -262,21 +293,21 @@ class Linear(torch.nn.Module):
         if torch.is_autocast_enabled(x.device.type):
             x = x.to(torch.get_autocast_dtype(x.device.type))
         held = self._buffers  # torch looks an attribute that is a buffer up in three places, at a microsecond each
-        parts = held["packed"], held["scales"], held["zero_points"], held["offsets"], held["order"]
+        parts = held["packed"], held["scales"], held["zero_points"], held["offsets"], held["order"], held["factor"]
         bias = self._parameters["bias"]
         derived = torch.is_grad_enabled() and (x.requires_grad or (bias is not None and bias.requires_grad))
         apply = linear if derived else plain_linear
         if self.threads is not None and not torch.compiler.is_compiling():
             with limited(self.threads):
-                return apply(x, *parts, bias, self.code_type, self.group_size, self.quantize_activations)
-        return apply(x, *parts, bias, self.code_type, self.group_size, self.quantize_activations)
+                return apply(x, *parts, bias, self.code_type, self.group_size, self.divides, self.quantize_activations)
+        return apply(x, *parts, bias, self.code_type, self.group_size, self.divides, self.quantize_activations)
 
     def prepare(self, rows: int | Iterable[int], dtype: torch.dtype | None = None) -> Linear:
         """Make the kernels for so many rows now, and not in the first call with them.
 
         Args:
             rows: one number of rows, or several.
-            dtype: of the activations; that of the bias if not given, or else of the scales.
+            dtype: of the activations; that of the bias if not given, or else the layer's own.
 
         Raises:
             InputError: a number of rows below 1.
@@ -320,8 +351,8 @@ class Linear(torch.nn.Module):
         return None if self.bias is None else self.bias.dtype
 
     def usual(self, dtype: torch.dtype | None) -> torch.dtype:
-        """The type of activations that is meant: that of the bias if none is given, or else of the scales."""
-        return dtype or (self.scales.dtype if self.bias is None else self.bias.dtype)
+        """The type of activations that is meant: that of the bias if none is given, or else the layer's own."""
+        return dtype or (self.float_type if self.bias is None else self.bias.dtype)
 
     def extra_repr(self) -> str:
         """The text that `repr` shows."""
@@ -373,4 +404,5 @@ class Linear(torch.nn.Module):
 
     def _meaning(self) -> str:
         activations = ", activations in 8 bits" if self.quantize_activations else ""
-        return f"{self.code_type} codes, {from_torch(self.scales.dtype)} scales per {self.group_size}{activations}"
+        factor = "" if self.factor is None else ", divided by a factor" if self.divides else ", times a factor"
+        return f"{self.code_type} codes, {from_torch(self.scales.dtype)} scales per {self.group_size}{factor}{activations}"

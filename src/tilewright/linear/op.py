@@ -6,7 +6,7 @@ Kernels for a weight are kept as long as its packed codes live, and made anew if
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,11 +18,11 @@ from tilewright.errors import InputError, TypeMismatchError
 from tilewright.linear.kernels import Kernels, Signature
 from tilewright.runtime.quantized_weight import QuantizedWeight
 
-BIAS = 4  # of the arguments behind the packed codes
+BIAS = 5  # of the arguments behind the packed codes
 NAME = "tilewright::linear"
 SCHEMA = (
-    "(Tensor x, Tensor packed, Tensor scales, Tensor? zero_points, Tensor? offsets, Tensor? order, Tensor? bias, "
-    "str code_type, int group_size, bool quantize_activations) -> Tensor"
+    "(Tensor x, Tensor packed, Tensor scales, Tensor? zero_points, Tensor? offsets, Tensor? order, Tensor? factor, "
+    "Tensor? bias, str code_type, int group_size, bool divides, bool quantize_activations) -> Tensor"
 )
 _Use = tuple[torch.dtype, torch.dtype | None, bool]  # types of activations and bias, and whether activations are quantised
 
@@ -48,7 +48,9 @@ def kernels_for(
         InputError: activations or bias are no floats of 16, 32 or 64 bits.
     """
     made_of = _made_of(
-        weight.packed, weight.scales, weight.zero_points, weight.offsets, weight.code_type.name, weight.group_size
+        weight.packed,
+        (weight.scales, weight.zero_points, weight.offsets, weight.factor),
+        (weight.code_type.name, weight.group_size, weight.divides),
     )
     use = activations, bias, quantize_activations
     with _holding:
@@ -62,24 +64,9 @@ def kernels_for(
         return held.by_use[use]
 
 
-def _made_of(
-    packed: torch.Tensor,
-    scales: torch.Tensor,
-    zero_points: torch.Tensor | None,
-    offsets: torch.Tensor | None,
-    code_type: str,
-    group_size: int,
-) -> tuple[object, ...]:
+def _made_of(packed: torch.Tensor, sides: Sequence[torch.Tensor | None], meaning: tuple[str, int, bool]) -> tuple[object, ...]:
     """The identity of these tensors, as nobody has written to them since, and their meaning."""
-    return (
-        _version(packed),
-        id(scales),
-        _version(scales),
-        None if zero_points is None else (id(zero_points), _version(zero_points)),
-        None if offsets is None else (id(offsets), _version(offsets)),
-        code_type,
-        group_size,
-    )
+    return _version(packed), *(None if t is None else (id(t), _version(t)) for t in sides), meaning
 
 
 def _version(t: torch.Tensor) -> int:
@@ -95,14 +82,14 @@ def forget(weight: QuantizedWeight) -> None:
 def _again(weight: QuantizedWeight) -> Callable[[], QuantizedWeight]:
     """The weight while its codes live: a kernel that held them would keep them alive for good."""
     codes = TensorWeakRef(weight.packed)
-    code_type, columns, group = weight.code_type, weight.in_features, weight.group_size
-    sides = weight.scales, columns, group, weight.zero_points, weight.offsets
+    code_type, scales, columns, group = weight.code_type, weight.scales, weight.in_features, weight.group_size
+    sides = weight.zero_points, weight.offsets, None, weight.factor, weight.divides
 
     def read() -> QuantizedWeight:
         packed = codes()
         if packed is None:
             raise InputError("the weight of these kernels is gone", hint="keep the module while its kernels are used")
-        return QuantizedWeight(code_type, packed, *sides)
+        return QuantizedWeight(code_type, packed, scales, columns, group, *sides)
 
     return read
 
@@ -114,9 +101,11 @@ def _linear(
     zero_points: torch.Tensor | None,
     offsets: torch.Tensor | None,
     order: torch.Tensor | None,
+    factor: torch.Tensor | None,
     bias: torch.Tensor | None,
     code_type: str,
     group_size: int,
+    divides: bool,
     quantize_activations: bool,
 ) -> torch.Tensor:
     """x [..., in] by the transpose of a quantised weight [out, in], plus bias [out]: [..., out] of x's type.
@@ -129,11 +118,13 @@ def _linear(
     """
     held = _held.get(packed)
     kernels = None
-    if held is not None and held.made_of == _made_of(packed, scales, zero_points, offsets, code_type, group_size):
+    sides, meaning = (scales, zero_points, offsets, factor), (code_type, group_size, divides)
+    if held is not None and held.made_of == _made_of(packed, sides, meaning):
         kernels = held.by_use.get((x.dtype, None if bias is None else bias.dtype, quantize_activations))
     _check(x, packed, bias)
     if kernels is None:
-        weight = QuantizedWeight(dtype(code_type), packed, scales, x.shape[-1], group_size, zero_points, offsets, order)
+        extras = zero_points, offsets, order, factor, divides
+        weight = QuantizedWeight(dtype(code_type), packed, scales, x.shape[-1], group_size, *extras)
         kernels = kernels_for(weight, x.dtype, None if bias is None else bias.dtype, quantize_activations=quantize_activations)
     rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
     if order is not None:
@@ -168,22 +159,22 @@ def _shape(x: torch.Tensor, packed: torch.Tensor, *others: Any) -> torch.Tensor:
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: object) -> None:
-    x, *parts, bias, code_type, group_size, _ = inputs
+    x, *parts, bias, code_type, group_size, divides, _ = inputs
     ctx.save_for_backward(*parts)
-    ctx.told = tuple(x.shape), code_type, group_size, bias is not None, None if bias is None else bias.dtype
+    ctx.told = tuple(x.shape), code_type, group_size, divides, bias is not None, None if bias is None else bias.dtype
 
 
 def _derivative(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
     """The gradients of x, through the dequantised weight, and of the bias; the weight is constant."""
-    shape, code_type, group_size, biased, bias_dtype = ctx.told
+    shape, code_type, group_size, divides, biased, bias_dtype = ctx.told
     of_x = of_bias = None
     if ctx.needs_input_grad[0]:
         packed, *sides = ctx.saved_tensors
-        weight = QuantizedWeight(dtype(code_type), packed, sides[0], shape[-1], group_size, *sides[1:])
+        weight = QuantizedWeight(dtype(code_type), packed, sides[0], shape[-1], group_size, *sides[1:], divides=divides)
         of_x = grad @ weight.dequantize(grad.dtype)
-    if biased and ctx.needs_input_grad[6]:
+    if biased and ctx.needs_input_grad[1 + BIAS + 1]:
         of_bias = grad.reshape(-1, grad.shape[-1]).sum(0).to(bias_dtype)
-    return of_x, None, None, None, None, None, of_bias, None, None, None
+    return of_x, *(None,) * (1 + BIAS), of_bias, None, None, None, None
 
 
 # The same without a derivative, which torch reaches with one call of Python less: 5 µs.

@@ -17,7 +17,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from tilewright.errors import InputError, TypeMismatchError, check_type
 from tilewright.hardware.detect import detect
 from tilewright.linear.kernels import compile_first
-from tilewright.linear.module import Linear, make_ready, numbers_of_rows
+from tilewright.linear.module import Linear, make_ready, meets_codes, numbers_of_rows
 from tilewright.progress import said
 from tilewright.rules.calibrate import shares
 from tilewright.runtime.checkpoint import Checkpoint, some
@@ -27,9 +27,9 @@ from tilewright.threads import check
 
 SCHEMES = (
     "w4g32, w4g64, w4g128, w8, w8g128 (any group; w4 and w8 have one scale a row); z after for zero points (w4g64z), "
-    "a8 before for 8-bit activations (a8w4g64)"
+    "a8 before for 8-bit activations (a8w4g64); f8, f8g128, f4g16, f4g32 for codes that are floats, a8f8"
 )
-_SCHEME = re.compile(r"(?P<activations>a8)?w(?P<bits>[48])(?:g(?P<group>[1-9]\d{0,5}))?(?P<zero>z)?", re.ASCII)
+_SCHEME = re.compile(r"(?P<activations>a8)?(?P<kind>[wf])(?P<bits>[48])(?:g(?P<group>[1-9]\d{0,5}))?(?P<zero>z)?", re.ASCII)
 
 # Classes that compute what torch.nn.Linear does, by module and name, and those whose weight is [in, out].
 LINEAR = frozenset({("transformers.models.falcon.modeling_falcon", "FalconLinear")})
@@ -95,7 +95,8 @@ def quantize_(
     Args:
         model: any module that holds linear layers; parameters stay on their devices.
         scheme: how to quantise float weights: "w4g64" for s4 codes with a scale for 64 of them along the input, "w4g64z" for u4
-            codes with zero points as well, "w8" for s8 codes with a scale a row, "a8w4g64" for activations in 8 bits, too. Or a
+            codes with zero points as well, "w8" for s8 codes with a scale a row, "f8" for f8e4m3fn, "f4g32" for f4e2m1fn,
+            "a8w4g64" and "a8f8" for activations in 8 bits, too. Or a
             checkpoint or a mapping, which holds weights by the names of the layers: those are put in, and no other is changed.
         filter: given a layer's name and module, whether to replace it; all are by default.
         threads: what the layers' `threads` is to be.
@@ -253,6 +254,9 @@ def _quantised(scheme: str) -> _Make:
         path = Path(scheme).suffix or "/" in scheme
         raise InputError(f"no scheme {scheme!r}", hint="tilewright.read_checkpoint(path)" if path else SCHEMES)
     bits, zero, activations = said["bits"], said["zero"] is not None, said["activations"] is not None
+    code = f"{'u' if zero else 's'}{bits}" if said["kind"] == "w" else {"4": "f4e2m1fn", "8": "f8e4m3fn"}[bits]
+    if said["kind"] == "f" and (zero or (activations and (bits, said["group"]) != ("8", None))):
+        raise InputError(f"no scheme {scheme!r}", hint=SCHEMES)
     group = int(said["group"]) if said["group"] else None
     packed: MutableMapping[torch.Tensor, QuantizedWeight] = WeakTensorKeyDictionary()  # a weight that layers share stays one
 
@@ -265,12 +269,11 @@ def _quantised(scheme: str) -> _Make:
             return "its weight is empty"
         if module.weight not in packed:
             try:
-                packed[module.weight] = pack(
-                    _matrix(module), f"{'u' if zero else 's'}{bits}", group_size=group, zero_point=zero
-                )
+                packed[module.weight] = pack(_matrix(module), code, group_size=group, zero_point=zero)
             except InputError as error:
                 raise InputError(error.what, where=name, hint=error.hint) from error
-        return Linear(packed[module.weight], module.bias, quantize_activations=activations).train(module.training)
+        kept, seen = packed[module.weight], module.weight.dtype
+        return Linear(kept, module.bias, quantize_activations=activations, float_type=seen).train(module.training)
 
     return make
 
@@ -291,6 +294,8 @@ def _given(weights: Checkpoint | Mapping[str, QuantizedWeight]) -> _Make:
             raise TypeMismatchError(f"a weight of shape {shapes}", where=name, hint="the model that the checkpoint is of")
         device = module.weight.device
         with_ = module.bias if bias is None else torch.nn.Parameter(bias.to(device), requires_grad=False)
-        return Linear(weight if module.weight.is_meta else weight.to(device), with_).train(module.training)
+        kept = weight if module.weight.is_meta else weight.to(device)
+        eight = isinstance(weights, Checkpoint) and weights.quantizes_activations(name) and meets_codes(weight)
+        return Linear(kept, with_, quantize_activations=eight, float_type=module.weight.dtype).train(module.training)
 
     return make

@@ -330,17 +330,19 @@ def gate_up(stores: Sequence[Node], number: int) -> tuple[tuple[Node, ...], Node
     return None if right is None else (tuple(found), right)
 
 
-def codes_of(problem: Problem, *bits: int) -> tuple[Node, bool]:
+def codes_of(problem: Problem, *bits: int, floats: bool = False) -> tuple[Node, bool]:
     """The dequantisation that a gemm's right operand is, and whether K is the codes' last axis.
 
     Raises:
-        Unsupported: the operand is not one constant matrix of integers of so many bits, with scales.
+        Unsupported: the operand is not one constant matrix of integers (or `floats`) of so many bits, with scales.
     """
     root = problem.op.rhs
     k_contiguous = isinstance(root.op, Transpose) and isinstance(root.src[0].op, Dequantize)
     found = root.src[0] if k_contiguous else root
-    if not isinstance(found.op, Dequantize) or not found.src[0].dtype.is_integer or found.src[0].dtype.bits not in bits:
-        raise Unsupported(f"the right operand is not codes of {' or '.join(map(str, bits))} bits with scales")
+    codes = found.src[0].dtype if isinstance(found.op, Dequantize) else None
+    if codes is None or not (codes.is_integer or floats) or codes.bits not in bits:
+        kind = "codes" if floats else "integer codes"
+        raise Unsupported(f"the right operand is not {kind} of {' or '.join(map(str, bits))} bits with scales")
     if len(found.shape) != 2:
         raise Unsupported("the weights are not one matrix, as it is or transposed")
     if not problem.constant(found):

@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, TypeGuard
 import numpy as np
 import torch
 
-from tilewright.dtype import DType, from_torch
+from tilewright.dtype import F4E2M1FN, DType, from_torch
 from tilewright.dtype import from_numpy as numpy_dtype
 from tilewright.errors import InputError, UnsupportedError
 from tilewright.ir.ops.functions import narrow_integer
+from tilewright.ir.ops.rounding import are_codes
 from tilewright.ir.types import TensorType, no_numbers
 
 if TYPE_CHECKING:
@@ -42,12 +43,14 @@ def dtype_of(array: Array, where: str) -> DType:
 def from_numpy(array: np.ndarray, dtype: DType) -> torch.Tensor:
     """A NumPy array of logical type `dtype` as a tensor over the same memory; copied only if it is read-only, not contiguous or
     not in the machine's byte order."""
+    if dtype is F4E2M1FN:
+        array = array.astype(dtype.storage)
     native = array if array.dtype.isnative else array.astype(dtype.to_numpy())
     contiguous = np.require(native, requirements=["C", "W"])
     if contiguous.dtype.isbuiltin != 1:
         bits = contiguous.view(_STORAGE[contiguous.dtype.itemsize])
         raw = torch.from_numpy(bits)
-        return raw.view(dtype.to_torch()) if dtype.bits != 4 else narrow_integer(raw, dtype)
+        return raw.view(dtype.to_torch()) if dtype.bits != 4 or dtype.is_float else narrow_integer(raw, dtype)
     return torch.from_numpy(contiguous)
 
 
@@ -58,7 +61,7 @@ def to_numpy(tensor: torch.Tensor, dtype: DType) -> np.ndarray:
     if native.isbuiltin == 1:
         return t.numpy()
     if dtype.bits == 4:
-        return t.numpy().astype(native)
+        return (t.float() if dtype.is_float else t).numpy().astype(native)
     return t.contiguous().view(getattr(torch, _STORAGE[native.itemsize])).numpy().view(native)
 
 
@@ -133,7 +136,7 @@ def from_user(value: object, type: TensorType, name: str, device: str) -> torch.
         raise InputError(f"shape {list(tensor.shape)} given, {type} wanted", where=where, hint=hint)
     if tensor.dtype != type.dtype.to_torch():
         raise InputError(f"{dtype_of(tensor, where)} given, {type} wanted", where=where, hint=f"pass {type.dtype.to_torch()}")
-    if type.dtype.bits == 4 and tensor.numel() and not _are_codes(tensor, type.dtype):
+    if type.dtype.bits == 4 and not are_codes(tensor, type.dtype):
         raise InputError(f"values outside {type.dtype.min}…{type.dtype.max}, {type} wanted", where=where)
     return tensor.to(device)
 
@@ -163,12 +166,6 @@ def from_dlpack(value: object, where: str) -> torch.Tensor:
     except Exception as error:
         reason = (str(error).splitlines() or [""])[0] or error.__class__.__name__
         raise InputError(f"a {value.__class__.__name__} cannot be read through DLPack: {reason}", where=where) from error
-
-
-def _are_codes(tensor: torch.Tensor, dtype: DType) -> bool:
-    """Tell whether every byte is a 4-bit code: anything else would be read as another number later, silently."""
-    low, high = torch.aminmax(tensor)
-    return int(low) >= dtype.min and int(high) <= dtype.max
 
 
 def to_user(value: Value, type: TensorType, as_numpy: bool) -> object:

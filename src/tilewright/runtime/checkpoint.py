@@ -1,8 +1,11 @@
-"""A checkpoint's layers of a few bits, whoever wrote them: GPTQ, AWQ and compressed-tensors in safetensors files, and ONNX."""
+"""A checkpoint's layers of a few bits, whoever wrote them: GPTQ, AWQ, compressed-tensors, fp8 and MX in safetensors files, and
+ONNX."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+import contextlib
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import islice
 from pathlib import Path
 from typing import cast
@@ -17,13 +20,22 @@ from tilewright.ir.graph import Graph, Node
 from tilewright.ir.ops import Const, Dequantize
 from tilewright.ir.safetensors import TensorFile
 from tilewright.runtime.quantized_weight import CODES, QuantizedWeight
-from tilewright.runtime.weight_formats import from_awq, from_compressed_tensors, from_gptq, from_unsigned
+from tilewright.runtime.weight_formats import (
+    from_awq,
+    from_codes,
+    from_compressed_tensors,
+    from_fp4,
+    from_gptq,
+    from_unsigned,
+)
 
 INDEX = "model.safetensors.index.json"
 FETCH, FOLDER = "fetch the file again", "a folder with model.safetensors, or such a file"
 LABELS = {"gptq": 1, "gptq_v2": 2}  # of config.json's quantization_config.checkpoint_format
 # What a layer of each format has beside its name; AWQ's and GPTQ's tensors have the same names and other shapes.
 _WORDS, _PACKED = ("qweight", "qzeros", "scales"), ("weight_packed", "weight_scale")
+_CODES = {torch.float8_e4m3fn: "fp8", torch.float8_e5m2: "fp8", torch.int8: "int8"}  # a layer's "weight", with scales beside it
+_SCALES = "weight_scale", "weight_scale_inv"
 
 
 class Checkpoint:
@@ -35,9 +47,9 @@ class Checkpoint:
 
     layers: dict[str, str]
 
-    def __init__(self, files: list[TensorFile], labelled: int | None) -> None:
+    def __init__(self, files: list[TensorFile], config: Mapping[str, object]) -> None:
         self._file = {name: file for file in files for name in file.names}
-        self._labelled = labelled
+        self._config = config
         self.layers = dict(sorted(self._found()))
 
     def _found(self) -> Iterator[tuple[str, str]]:
@@ -45,10 +57,15 @@ class Checkpoint:
             layer, _, last = name.rpartition(".")
             parts = next((p for p in (_PACKED, _WORDS) if last == p[0]), ())
             missing = [n for n in parts if f"{layer}.{n}" not in self._file]
+            of = _CODES.get(cast("torch.dtype", self._file[name].dtype(name))) if last == "weight" else None
             if missing:
                 yield layer, f"{last} without {missing[0]}"
+            elif of is not None:
+                scaled = any(f"{layer}.{s}" in self._file for s in _SCALES)
+                yield layer, of if scaled else f"{last} without {_SCALES[0]}"
             elif last == _PACKED[0]:
-                yield layer, "compressed-tensors"
+                halves = self._file[name].dtype(name) is torch.uint8
+                yield layer, "fp4" if halves else "compressed-tensors"
             elif last == _WORDS[0]:
                 shape, scales = (self._file[f"{layer}.{n}"].shape(f"{layer}.{n}") for n in ("qweight", "scales"))
                 yield layer, "gptq" if shape[-1:] == scales[-1:] else "awq"
@@ -99,7 +116,7 @@ class Checkpoint:
 
         try:
             weight = self._read(layer, part)
-            if not bool(torch.isfinite(weight.scales).all()):
+            if not bool(torch.isfinite(weight.wide_scales).all()):
                 raise InputError("a scale that is not finite", hint="fetch the checkpoint again, or quantise the layer anew")
             return weight
         except TilewrightError as error:
@@ -107,13 +124,26 @@ class Checkpoint:
 
     def _read(self, layer: str, part: Callable[[str], torch.Tensor | None]) -> QuantizedWeight:
         """A layer by its format, `part` giving its tensors by their last name."""
-        if self.layers[layer] == "compressed-tensors":
+        kind = self.layers[layer]
+        if kind in _CODES.values():
+            scale = part(_SCALES[0]) if f"{layer}.{_SCALES[0]}" in self._file else part(_SCALES[1])
+            block = self._said("weight_block_size") or self._group(layer, "weights").get("block_structure")
+            return from_codes(
+                cast("torch.Tensor", part("weight")),
+                cast("torch.Tensor", scale),
+                part("weight_zero_point"),
+                block=_pair(block),
+            )
+        if kind == "fp4":
+            packed, scale = (cast("torch.Tensor", part(n)) for n in _PACKED)
+            return from_fp4(packed, scale, part("weight_global_scale"))
+        if kind == "compressed-tensors":
             names = *_PACKED, "weight_shape", "weight_zero_point", "weight_g_idx"
             packed, scale, *others = (part(n) for n in names)
             assert packed is not None and scale is not None
             return from_compressed_tensors(packed, scale, *others)
         qweight, qzeros, scales = (cast("torch.Tensor", part(n)) for n in _WORDS)
-        if self.layers[layer] == "awq":
+        if kind == "awq":
             return from_awq(qweight, qzeros, scales)
         return self._gptq(qweight, qzeros, scales, part("g_idx"))
 
@@ -124,9 +154,32 @@ class Checkpoint:
         try:
             return from_gptq(qweight, qzeros, scales, g_idx)
         except InputError:
-            if self._labelled is None:
+            label = self._said("checkpoint_format")
+            if not isinstance(label, str) or label not in LABELS:
                 raise
-            return from_gptq(qweight, qzeros, scales, g_idx, version=self._labelled)
+            return from_gptq(qweight, qzeros, scales, g_idx, version=LABELS[label])
+
+    def _said(self, key: str) -> object:
+        """An entry of the configuration of quantised layers; None where there is none."""
+        return self._config.get(key)
+
+    def _group(self, layer: str, part: str) -> Mapping[str, object]:
+        """What compressed-tensors' configuration says of a layer's "weights" or "input_activations"."""
+        for group in _table(self._config.get("config_groups")).values():
+            targets = _table(group).get("targets")
+            named = (str(t) for t in cast("list[object]", targets)) if isinstance(targets, list) else ()
+            if any(_means(target, layer) for target in named):
+                return _table(_table(group).get(part))
+        return {}
+
+    def quantizes_activations(self, layer: str) -> bool:
+        """Tell whether the configuration quantises a layer's activations to 8 bits as they come, a scale a row (W8A8), and its
+        weight has scales that such codes can be multiplied with."""
+        if self.layers.get(layer) not in _CODES.values():
+            return False
+        said = self._group(layer, "input_activations")
+        by_row = said.get("strategy") == "token" and said.get("dynamic") is True and said.get("num_bits") == 8
+        return by_row or self._said("quant_method") == "fbgemm_fp8"
 
 
 def read_checkpoint(path: str | Path) -> Checkpoint:
@@ -157,20 +210,38 @@ def read_checkpoint(path: str | Path) -> Checkpoint:
         others = [p.name for p in sorted(path.iterdir()) if p.suffix in (".bin", ".pt", ".pth", ".ckpt", ".gguf")]
         hint = f"{others[0]} is of another format: write its tensors with safetensors.torch.save_file" if others else FOLDER
         raise InputError(f"no .safetensors file in {path}", hint=hint)
-    return Checkpoint([TensorFile(p) for p in paths], _label(folder))
+    return Checkpoint([TensorFile(p) for p in paths], _configuration(folder))
 
 
-def _label(folder: Path) -> int | None:
-    """The version of GPTQ that a configuration beside the files claims."""
+def _configuration(folder: Path) -> dict[str, object]:
+    """What a configuration beside the files says of quantised layers."""
     for name in ("config.json", "quantize_config.json"):
         if (folder / name).exists():
             said = _json(folder / name)
             inner = said.get("quantization_config", said)
-            if isinstance(inner, dict):
-                label = cast("dict[str, object]", inner).get("checkpoint_format")
-                if isinstance(label, str) and label in LABELS:
-                    return LABELS[label]
-    return None
+            if isinstance(inner, dict) and inner:
+                return cast("dict[str, object]", inner)
+    return {}
+
+
+def _table(value: object) -> Mapping[str, object]:
+    return cast("dict[str, object]", value) if isinstance(value, dict) else {}
+
+
+def _pair(value: object) -> tuple[int, int] | None:
+    """Extents of a block, as a configuration says them."""
+    given = cast("list[object]", value) if isinstance(value, list) else []
+    whole = [n for n in given if isinstance(n, int) and n > 0]
+    return (whole[0], whole[1]) if len(whole) == len(given) == 2 else None
+
+
+def _means(target: str, layer: str) -> bool:
+    """Tell whether a target of compressed-tensors' configuration is a layer: by its class, its name, or a pattern of names."""
+    if target.startswith("re:"):
+        with contextlib.suppress(re.error):
+            return re.match(target[3:], layer) is not None
+        return False
+    return target == "Linear" or layer == target or layer.endswith(f".{target}")
 
 
 def _json(path: Path) -> dict[str, object]:

@@ -7,19 +7,22 @@ which copy the weight into orders of their own when a program is prepared.
 from __future__ import annotations
 
 import contextlib
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 
 import torch
 
-from tilewright.dtype import BF16, F16, F32, S4, S8, U4, U8, DType, dtype, from_torch
+from tilewright.dtype import BF16, F4E2M1FN, F8E4M3FN, F8E5M2, F16, F32, S4, S8, U4, U8, DType, dtype, from_torch
 from tilewright.errors import InputError, TypeMismatchError, check_type
 from tilewright.ir.few_bits import held_finite, pack_halves, unpack_halves
+from tilewright.ir.ops.rounding import to_float
 
-CODES = (S4, U4, S8, U8)
+CODES = (S4, U4, S8, U8, F4E2M1FN, F8E4M3FN, F8E5M2)
 SCALES = (F16, BF16, F32)
+NARROW_SCALES = (*SCALES, F8E4M3FN)  # where a factor of all of them gives the range
 SMALLEST_SCALE = {F16: 2.0**-18}  # f16 has 6 bits left there: rounding such a scale moves no weight by more than half a step
 SMALLEST_NORMAL = 2.0**-126
+_CODES = ", ".join(str(c) for c in CODES[:-1]) + f" or {CODES[-1]}"
 NEAR_THE_END = 0.9  # of the largest weight of a type: below, half a step more (at most a 15th) is no infinity
 
 
@@ -31,20 +34,23 @@ class QuantizedWeight:
 
         (code - zero_point) * scale + offset
 
-    each of the last three one value a group; the last group of a row may be shorter.
+    each of the last three one value a group; the last group of a row may be shorter. Where there is a `factor`, a scale is
+    that of its group times the factor, or divided by it.
 
     Attributes:
-        dtype: s4, u4, s8 or u8.
+        dtype: s4, u4, s8, u8, f4e2m1fn, f8e4m3fn or f8e5m2.
         packed: u8 [out, ceil(in / 2)], two 4-bit codes a byte, the first in the low half; 8-bit codes as they are, [out, in].
-        scales: f16, bf16 or f32 [out, groups].
+        scales: f16, bf16 or f32 [out, groups]; f8e4m3fn, too, where there is a factor.
         in_features: columns of the matrix.
         group_size: codes that share a scale.
         zero_points: of the codes' type, 4-bit ones one a byte [out, groups]; None for 0.
         offsets: f32 [out, groups], of formats whose zero points are no whole codes; None for 0.
         order: s64 [in], the input that each column multiplies, of formats that group inputs by importance; None for 0, 1, 2...
+        factor: f32 [1], of formats that scale their scales (NVFP4); None for 1.
+        divides: scales are divided by the factor.
 
     Raises:
-        TypeMismatchError: extents or types do not fit together.
+        TypeMismatchError: extents or types do not fit together, floats have zero points, or a factor stands beside offsets.
         InputError: `group_size` is below 1, a zero point is no code, or the order leaves an input out.
     """
 
@@ -56,11 +62,13 @@ class QuantizedWeight:
     zero_points: torch.Tensor | None = None
     offsets: torch.Tensor | None = None
     order: torch.Tensor | None = None
+    factor: torch.Tensor | None = None
+    divides: bool = False
 
     def __post_init__(self) -> None:
         check_type(self.code_type, DType, "dtype", 'tilewright.dtype.S4, U4, S8 or U8; tilewright.pack takes "s4"')
         if self.code_type not in CODES:
-            raise TypeMismatchError(f"a weight of {self.code_type} codes", hint="s4, u4, s8 or u8")
+            raise TypeMismatchError(f"a weight of {self.code_type} codes", hint=_CODES)
         if self.group_size < 1:
             raise InputError(f"a group of {self.group_size} codes", hint="32, 64, 128 or the whole row")
         rows = self.packed.shape[0] if self.packed.dim() == 2 else -1
@@ -68,8 +76,14 @@ class QuantizedWeight:
         storage = torch.uint8 if self.code_type.bits == 4 else self.code_type.to_torch()
         _fits("codes", self.packed, (rows, held), (storage,))
         groups = (rows, -(-self.in_features // self.group_size))
-        _fits("scales", self.scales, groups, tuple(s.to_torch() for s in SCALES))
+        _fits("scales", self.scales, groups, tuple(s.to_torch() for s in (SCALES if self.factor is None else NARROW_SCALES)))
+        if self.factor is not None:
+            _fits("the factor", self.factor, (1,), (torch.float32,))
+            if self.offsets is not None:
+                raise TypeMismatchError("a factor of scales beside offsets", hint="multiply the scales by it")
         if self.zero_points is not None:
+            if self.code_type.is_float:
+                raise TypeMismatchError(f"zero points of {self.code_type} codes", hint="floats have none")
             _fits("zero points", self.zero_points, groups, (self.code_type.to_torch(),))
         if self.offsets is not None:
             _fits("offsets", self.offsets, groups, (torch.float32,))
@@ -86,8 +100,10 @@ class QuantizedWeight:
         zero_points: torch.Tensor | None = None,
         offsets: torch.Tensor | None = None,
         order: torch.Tensor | None = None,
+        factor: torch.Tensor | None = None,
+        divides: bool = False,
     ) -> QuantizedWeight:
-        """A weight of codes [out, in] that come one to a byte (or to a wider integer).
+        """A weight of codes [out, in] that come one to a byte (or to a wider integer), floats as values of their type.
 
         Raises:
             InputError: a code or zero point is no value of `code_type`, or the order is no permutation of the inputs.
@@ -96,7 +112,7 @@ class QuantizedWeight:
         if codes.dim() != 2:
             raise TypeMismatchError(f"codes of shape {list(codes.shape)} are no matrix", hint="[out, in]")
         for what, values in (("code", codes), ("zero point", zero_points)):
-            if values is not None and values.numel():
+            if values is not None and values.numel() and not code_type.is_float:
                 low, high = (int(v) for v in torch.aminmax(values))
                 if low < code_type.min or high > code_type.max:
                     raise InputError(f"a {what} of {low if low < code_type.min else high} is no {code_type}")
@@ -105,7 +121,8 @@ class QuantizedWeight:
         narrow = codes.to(code_type.to_torch())
         zeros = None if zero_points is None else zero_points.to(code_type.to_torch()).contiguous()
         packed = pack_halves(narrow) if code_type.bits == 4 else narrow.contiguous()
-        return QuantizedWeight(code_type, packed, scales.contiguous(), codes.shape[1], group_size, zeros, offsets, order)
+        sides = zeros, offsets, order, factor, divides
+        return QuantizedWeight(code_type, packed, scales.contiguous(), codes.shape[1], group_size, *sides)
 
     @property
     def code_type(self) -> DType:
@@ -129,7 +146,7 @@ class QuantizedWeight:
 
     @property
     def _sides(self) -> tuple[torch.Tensor | None, ...]:
-        return self.scales, self.zero_points, self.offsets, self.order
+        return self.scales, self.zero_points, self.offsets, self.order, self.factor
 
     @property
     def codes(self) -> torch.Tensor:
@@ -140,7 +157,17 @@ class QuantizedWeight:
     def scheme(self) -> str:
         """The scheme's spelling: w4g64, w4g64z, w8."""
         group = "" if self.group_size >= self.in_features else f"g{self.group_size}"
-        return f"w{self.code_type.bits}{group}{'z' if self.zero_points is not None or self.offsets is not None else ''}"
+        kind = "f" if self.code_type.is_float else "w"
+        shifted = self.zero_points is not None or self.offsets is not None
+        return f"{kind}{self.code_type.bits}{group}{'z' if shifted else ''}"
+
+    @property
+    def wide_scales(self) -> torch.Tensor:
+        """The scales in f32 [out, groups], the factor applied."""
+        scales = self.scales.to(torch.float32)
+        if self.factor is None:
+            return scales
+        return scales / self.factor if self.divides else scales * self.factor
 
     def dequantize(self, to: torch.dtype = torch.float32) -> torch.Tensor:
         """The matrix [out, in] in the inputs' own order: computed in f32, each step rounded to it, then rounded to `to`."""
@@ -151,7 +178,7 @@ class QuantizedWeight:
         whole = self.codes.to(torch.float32)
         if self.zero_points is not None:
             whole -= spread(self.zero_points.to(torch.float32))
-        whole *= spread(self.scales.to(torch.float32))
+        whole *= spread(self.wide_scales)
         if self.offsets is not None:
             whole += spread(self.offsets)
         if self.order is not None:
@@ -160,12 +187,12 @@ class QuantizedWeight:
 
     def to(self, device: str | torch.device) -> QuantizedWeight:
         """The same on another device."""
-        packed, *sides = (None if t is None else t.to(device) for t in (self.packed, *self._sides))
-        assert packed is not None and sides[0] is not None
-        return replace(self, packed=packed, scales=sides[0], zero_points=sides[1], offsets=sides[2], order=sides[3])
+        packed, scales, *others = (None if t is None else t.to(device) for t in (self.packed, *self._sides))
+        assert packed is not None and scales is not None
+        return type(self)(self.code_type, packed, scales, self.in_features, self.group_size, *others, divides=self.divides)
 
     def __repr__(self) -> str:
-        extras = [n for n in ("zero_points", "offsets", "order") if getattr(self, n) is not None]
+        extras = [n for n in ("zero_points", "offsets", "order", "factor") if getattr(self, n) is not None]
         with_ = f" with {', '.join(extras)}" if extras else ""
         scales = from_torch(self.scales.dtype)
         return f"QuantizedWeight({self.code_type}{list(self.shape)}, {scales} scales per {self.group_size}{with_})"
@@ -195,11 +222,11 @@ def pack(
     to `scale_dtype`, so that but for that rounding no weight is off by more than half a step. Near the largest value of the
     weight's type a code may decode to infinity: there the scale is rounded down, and a code that still decodes to infinity is
     moved by one towards zero. Source: Jacob et al. 2018, arXiv 1712.05877, section 3; Nagel et al. 2021, arXiv 2106.08295,
-    section 2.
+    section 2. Codes that are floats are w / scale rounded to their type.
 
     Args:
         weight: f16, bf16, f32 or f64 [out, in], as `torch.nn.Linear` keeps it.
-        code_type: "s4", "u4", "s8" or "u8".
+        code_type: "s4", "u4", "s8", "u8", "f8e4m3fn", "f8e5m2" or "f4e2m1fn".
         group_size: codes along `in` that share a scale; None for one scale a row.
         zero_point: shift the codes of a group so that its range is covered whatever its sign; u4 and u8 need it.
         scale_dtype: "f16", "bf16" or "f32"; that of the weight if not given, f32 for f64.
@@ -215,6 +242,8 @@ def pack(
         raise InputError(f"the weight {kind}", hint="load it first" if weight.is_meta else "weight.to_dense()")
     if weight.dim() != 2 or not weight.is_floating_point() or weight.element_size() < 2:
         raise InputError(f"{str(weight.dtype).removeprefix('torch.')}{list(weight.shape)} is no float matrix", hint="[out, in]")
+    if code.is_float and zero_point:
+        raise InputError(f"{code} codes with zero points", hint="floats have none: zero_point=False")
     if not code.is_signed and not zero_point:
         raise InputError(f"{code} codes without zero points have no negative weights", hint="zero_point=True, or s4")
     if group_size is not None:
@@ -247,8 +276,9 @@ def pack(
     if float(torch.maximum(high, -low).max()) > torch.finfo(decoded).max * NEAR_THE_END:
         scale = held_finite(scale, (codes - zeros[..., None]).abs().amax(2), decoded)
         codes, zeros = _encode(grouped, low, scale, code, zero_point=zero_point)
-        steps = codes - zeros[..., None]
-        codes -= steps.sign() * (steps * scale.to(torch.float32)[..., None]).to(decoded).isinf()
+        if not code.is_float:
+            steps = codes - zeros[..., None]
+            codes -= steps.sign() * (steps * scale.to(torch.float32)[..., None]).to(decoded).isinf()
     codes = codes.reshape(rows, filled)[:, :columns].to(code.to_torch())
     return QuantizedWeight.of(codes, scale, code, group, zero_points=zeros if zero_point else None)
 
@@ -258,6 +288,9 @@ def _encode(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Codes of weights [rows, groups, group] and zero points [rows, groups], as f32, by scales as rounded."""
     step = scale.to(torch.float32)
+    if code.is_float:
+        codes = to_float(grouped / step[..., None], code, saturate=True)
+        return codes.to(torch.float32), torch.zeros_like(step)
     zeros = (code.min - low / step).round_().clamp_(code.min, code.max) if zero_point else torch.zeros_like(step)
     codes = (grouped / step[..., None]).round_()
     if zero_point:
@@ -275,7 +308,7 @@ def _code_type(said: str | DType) -> DType:
         found = dtype(said)
         if found in CODES:
             return found
-    hint = 's4, u4, s8 or u8, with group_size beside it; "w4g64" and the like are for tilewright.quantize_'
+    hint = f'{_CODES}, with group_size beside it; "w4g64" and the like are for tilewright.quantize_'
     raise InputError(f"a weight is not packed as {said}", hint=hint)
 
 

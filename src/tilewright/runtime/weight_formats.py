@@ -1,4 +1,4 @@
-"""Readers of weights that other tools quantised: GPTQ, AWQ, compressed-tensors, torch's int4.
+"""Readers of weights that other tools quantised: GPTQ, AWQ, compressed-tensors, 8-bit codes, MX, NVFP4, torch's int4.
 
 Every reader takes the tensors of one layer as they stand in a checkpoint, and gives the same weight, bit for bit, as a
 `QuantizedWeight`. `checkpoint` opens the files and calls the reader that fits. Zero points that are the middle code everywhere
@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from tilewright.dtype import S4, S8, U4, U8
+from tilewright.dtype import F4E2M1FN, S4, S8, U4, U8, from_torch
 from tilewright.errors import InputError, TypeMismatchError, UnsupportedError
 from tilewright.ir.few_bits import unpack_halves
 from tilewright.runtime.quantized_weight import QuantizedWeight
@@ -204,6 +204,100 @@ def from_compressed_tensors(
         order, group = _order(weight_g_idx, count, groups)
         codes = codes if order is None else codes[:, order]
     return from_unsigned(codes, scale, zeros, group, bits, order)
+
+
+def from_codes(
+    weight: torch.Tensor,
+    weight_scale: torch.Tensor,
+    weight_zero_point: torch.Tensor | None = None,
+    *,
+    block: tuple[int, int] | None = None,
+) -> QuantizedWeight:
+    """8-bit codes as they are: (code - zero) * scale. Layers of compressed-tensors' formats "float-quantized", "int-quantized"
+    and "mxfp8-quantized" (0.20), and of fine-grained fp8 (DeepSeek-V3, transformers' `FineGrainedFP8Config`), whose
+    `weight_scale_inv` is the scale all the same.
+
+    Args:
+        weight: f8e4m3fn, f8e5m2 or s8 [out, in].
+        weight_scale: one value, one a row ([out] or [out, 1]), one a group of a row, or one a block of both axes, where the
+            last blocks may be cut; a float, or exponents of e8m0 (also as u8).
+        weight_zero_point: s8, as many.
+        block: extents [rows, columns] of the blocks; if not given they are of 128 where that fits their number, and equally
+            large else.
+
+    Raises:
+        TypeMismatchError: extents or types do not fit together.
+    """
+    if weight.dim() != 2 or not weight.numel() or weight.dtype not in (torch.float8_e4m3fn, torch.float8_e5m2, torch.int8):
+        what = f"weight is {str(weight.dtype).removeprefix('torch.')}{list(weight.shape)}"
+        raise TypeMismatchError(what, hint="f8e4m3fn, f8e5m2 or s8 [out, in]")
+    out, count = weight.shape
+    scale = _floats(weight_scale)
+    scale = scale.reshape(-1, 1) if scale.numel() == 1 or scale.shape == (out,) else scale
+    if scale.dim() != 2 or not scale.numel():
+        raise TypeMismatchError(f"weight_scale {list(weight_scale.shape)} for {[out, count]}", hint="[out, groups], or blocks")
+    extents = block or (_extent(out, scale.shape[0]), _extent(count, scale.shape[1]))
+    if (-(-out // extents[0]), -(-count // extents[1])) != tuple(scale.shape):
+        what = f"weight_scale {list(weight_scale.shape)} for {[out, count]}"
+        raise TypeMismatchError(what, hint=f"one for each block of {list(extents)}")
+    sides = (s.repeat_interleave(extents[0], dim=0)[:out] for s in (scale, weight_zero_point) if s is not None)
+    scales, *zeros = (s.contiguous() for s in sides)
+    plain = not zeros or not bool(zeros[0].any())
+    return QuantizedWeight.of(
+        weight, scales, from_torch(weight.dtype), min(extents[1], count), zero_points=None if plain else zeros[0]
+    )
+
+
+def _extent(count: int, parts: int) -> int:
+    """The extent of blocks of which so many cover an axis: 128 as a rule, or as many as all have alike."""
+    return 128 if -(-count // 128) == parts and parts > 1 else -(-count // parts)
+
+
+def from_fp4(
+    weight_packed: torch.Tensor,
+    weight_scale: torch.Tensor,
+    weight_global_scale: torch.Tensor | None = None,
+    *,
+    divides: bool = True,
+) -> QuantizedWeight:
+    """4-bit floats, two a byte, the first in the low half: MXFP4 (a power of two for 32 of them) and NVFP4 (an f8e4m3fn for 16,
+    and a factor of all), as compressed-tensors 0.20 writes them ("mxfp4-pack-quantized", "nvfp4-pack-quantized").
+
+    Args:
+        weight_packed: u8 [out, in / 2].
+        weight_scale: f8e4m3fn or u8 (exponents of e8m0) [out, groups].
+        weight_global_scale: f32, one value.
+        divides: scales are divided by it; else multiplied.
+
+    Raises:
+        TypeMismatchError: extents or types do not fit together.
+    """
+    if weight_packed.dim() != 2 or weight_packed.dtype != torch.uint8 or not weight_packed.numel():
+        what = f"weight_packed is {str(weight_packed.dtype).removeprefix('torch.')}{list(weight_packed.shape)}"
+        raise TypeMismatchError(what, hint="u8 [out, in / 2]")
+    out, count = weight_packed.shape[0], 2 * weight_packed.shape[1]
+    if weight_scale.dim() != 2 or weight_scale.shape[0] != out or not weight_scale.numel() or count % weight_scale.shape[1]:
+        raise TypeMismatchError(f"weight_scale {list(weight_scale.shape)} for {[out, count]}", hint="[out, groups]")
+    group = count // weight_scale.shape[1]
+    factor = None
+    if weight_global_scale is not None:
+        if weight_global_scale.numel() != 1:
+            raise TypeMismatchError(f"weight_global_scale {list(weight_global_scale.shape)}", hint="one value")
+        factor = weight_global_scale.reshape(1).to(torch.float32)
+    kept = weight_scale.dtype is torch.float8_e4m3fn and factor is not None
+    scales = (weight_scale if kept else _floats(weight_scale)).contiguous()
+    return QuantizedWeight(F4E2M1FN, weight_packed.contiguous(), scales, count, group, factor=factor, divides=divides)
+
+
+def _floats(scale: torch.Tensor) -> torch.Tensor:
+    """Scales as floats of 16 bits or more: exponents (e8m0, or its bytes) and 8-bit floats as bf16, which holds them."""
+    if scale.dtype in (torch.uint8, torch.float8_e8m0fnu):
+        code = scale.view(torch.uint8).to(torch.int16)
+        bits = torch.where(code == 0, 0x40, torch.where(code == 255, 0x7FC0, code << 7))  # 2**-127 is denormal, 255 is NaN
+        return bits.to(torch.int16).view(torch.bfloat16)
+    if not scale.is_floating_point():
+        raise TypeMismatchError(f"scales of {str(scale.dtype).removeprefix('torch.')}", hint="floats, or exponents as u8")
+    return scale.to(torch.bfloat16) if scale.itemsize == 1 else scale
 
 
 def from_torch_int4(

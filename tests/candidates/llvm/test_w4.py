@@ -79,6 +79,21 @@ def test_results_are_the_oracles_at_any_number_of_threads(line):
         torch.set_num_threads(before)
 
 
+@pytest.mark.skipif("avx2" not in CPU.features, reason="the processor has no AVX2")
+@pytest.mark.parametrize("rows", [1, 7, 20])
+def test_floats_of_4_bits_are_decoded_without_an_instruction_that_looks_them_up(rows):
+    problem = posed(f"f32[{rows},200] @ f4e2m1fn[60,200]^T group=40")
+    sources = random_sources(problem)
+    sources[1] = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6]).repeat(750).reshape(60, 200)
+    sources[1] = sources[1].to(torch.float8_e4m3fn)
+    plan = plan_for(w4.CANDIDATE, problem, replace(CPU, chip=next(c for c in chips() if c.name == "x86_64_avx2")))
+    assert plan.nest.dot.lanes == 8
+    weights = {i: t for i, t in enumerate(sources) if problem.weights[i]}
+    for schedule in plan.schedules():
+        run = plan.build(schedule).prepare(weights)
+        assert examine(problem, expect(problem, sources), run, sources) is None
+
+
 @pytest.mark.parametrize(
     "line", ["bf16[5,64] @ u4[64,64]^T group=32 zero_point", "s8[5,64] @ s4[64,64]^T group=64", "f32[5,64] @ s4[64,64] group=8"]
 )

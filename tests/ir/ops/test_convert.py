@@ -23,7 +23,7 @@ from values import (
     widened,
 )
 
-from tilewright.dtype import BF16, F8E4M3FN, F8E5M2, F16, F32, F64, OPAQUE, PRED, S4, S8, S32, S64, U4, U8, U64
+from tilewright.dtype import BF16, F4E2M1FN, F8E4M3FN, F8E5M2, F16, F32, F64, OPAQUE, PRED, S4, S8, S32, S64, U4, U8, U64
 from tilewright.errors import TypeMismatchError
 from tilewright.ir.build import convert, input_
 from tilewright.ir.graph import Node
@@ -52,6 +52,8 @@ def test_every_16_bit_float_becomes_an_8_bit_one_as_ml_dtypes_says(source, targe
 @pytest.mark.parametrize("source", NARROW, ids=str)
 def test_every_8_bit_float_converts_as_ml_dtypes_says(source, target):
     values = every_value(source)
+    if target is F4E2M1FN:  # ml_dtypes takes NaN of one sign for 0 and of the other for -0, by the type that it comes from
+        values = values[~np.isnan(values.astype(np.float32))]
     wide = values.astype(np.float32)
     assert_same(run(Convert(target), (values, source)), by_ml_dtypes(wide, target, saturate=False), values)
     saturated = by_ml_dtypes(wide, target, saturate=source is not target and source.max >= target.max)
@@ -75,9 +77,13 @@ def test_floats_round_once_to_the_nearest_ties_to_even(source, target):
     got = run(Convert(target), (x, source)).astype(np.float64)
     index = np.searchsorted(finite, x.astype(np.float64))
     bits = every_value(target)[np.isfinite(values)]
-    even = {float(v): int(b) % 2 == 0 for v, b in zip(bits.astype(np.float64), bits.view(f"u{target.bits // 8}"), strict=True)}
+    codes = bits.view(f"u{max(target.bits // 8, 1)}")
+    even = {float(v): int(b) % 2 == 0 for v, b in zip(bits.astype(np.float64), codes, strict=True)}
     for v, g, i in zip(x.tolist(), got.tolist(), index.tolist(), strict=True):
         if np.isnan(v) or abs(v) >= top:
+            if target is F4E2M1FN:  # which has neither infinity nor NaN
+                assert abs(g) == (0 if np.isnan(v) else 6), (v, g)
+                continue
             overflowed = np.inf if np.isinf(target.highest) else np.nan
             past = abs(v) > top or not even.get(float(target.max), False) or np.isinf(v)
             wanted = np.nan if np.isnan(v) else (np.copysign(overflowed, v) if past else np.copysign(target.max, v))
@@ -111,7 +117,7 @@ def nearest(v: int, d) -> float:
     quotient += rest > half or (rest == half and excess > 0 and quotient & 1)
     rounded = quotient << excess
     if rounded > int(d.max):
-        rounded = float("inf") if np.isinf(d.highest) else float("nan")
+        rounded = 6 if d is F4E2M1FN else float("inf") if np.isinf(d.highest) else float("nan")
     return float(rounded) if v >= 0 else -float(rounded)
 
 

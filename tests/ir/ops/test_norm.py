@@ -65,7 +65,12 @@ def extreme(fn, row):
     return found
 
 
-@given(st.sampled_from(FLOATS), st.sampled_from(("add", "multiply", "maximum", "minimum", "mean")), shapes, st.data())
+@given(
+    st.sampled_from([d for d in FLOATS if d.holds(math.nan)]),
+    st.sampled_from(("add", "multiply", "maximum", "minimum", "mean")),
+    shapes,
+    st.data(),
+)
 def test_floats_reduce_in_f32_or_wider_and_round_once(d, fn, shape, data):
     # A product of huge and tiny numbers leaves f32 on its way or not, by the order in which it is taken.
     special = data.draw(st.sampled_from([0.0, 0.0, 0.2 * (fn != "multiply")]))
@@ -152,7 +157,7 @@ def test_softmax_is_that_of_float64_rounded(d, log, shape, axis):
     f = torch.log_softmax if log else torch.softmax
     wanted = f(torch.from_numpy(x.astype(np.float64)), axis).numpy()
     near = np.abs(got - wanted) <= d.epsilon * np.abs(wanted) + (1e-6 if d is not F64 else 1e-14)
-    tiny = 2.0 ** {8: -9, 16: -24, 32: -126, 64: -1022}[d.bits]
+    tiny = 2.0 ** {4: -1, 8: -9, 16: -24, 32: -126, 64: -1022}[d.bits]
     if log and d.bits == 8:  # past the largest: NaN or infinity
         near |= np.abs(wanted) >= float(d.max)
     assert (near | (np.abs(got - wanted) <= tiny)).all()

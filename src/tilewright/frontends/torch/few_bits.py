@@ -6,9 +6,9 @@ import math
 
 import torch
 
-from tilewright.dtype import DType, dtype
+from tilewright.dtype import BF16, DType, dtype
 from tilewright.frontends.torch.registry import Site, operators
-from tilewright.ir.build import reshape
+from tilewright.ir.build import convert, reshape
 from tilewright.ir.few_bits import quantised_linear, unpack_halves
 from tilewright.ir.graph import Node
 from tilewright.ir.literal import Literal
@@ -25,9 +25,11 @@ def linear(
     zero_points: Node | None,
     offsets: Node | None,
     order: Node | None,
+    factor: Node | None,
     bias: Node | None,
     code_type: str,
     group_size: int,
+    divides: bool,
     quantize_activations: bool,
 ) -> Node | None:
     """x [..., in] by a weight of a few bits; a weight that is computed, or whose inputs have an order, stays an operation."""
@@ -42,7 +44,16 @@ def linear(
         zeros = _retyped(zero_points.op, of, zero_points.shape, halves=False)
     rows = reshape(x, (math.prod(x.shape[:-1]), inner))
     y = quantised_linear(
-        rows, codes, scales, group_size, zero_point=zeros, offset=offsets, bias=bias, quantize_activations=quantize_activations
+        rows,
+        codes,
+        scales if scales.dtype.bits > 8 else convert(scales, BF16),
+        group_size,
+        zero_point=zeros,
+        offset=offsets,
+        bias=bias,
+        factor=factor,
+        divides=divides,
+        quantize_activations=quantize_activations,
     )
     return reshape(y, site.out.shape)
 

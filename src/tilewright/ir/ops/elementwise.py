@@ -87,7 +87,7 @@ class Convert(Op):
 def convert_tensor(x: torch.Tensor, source: DType, target: DType, overflow: Overflow) -> torch.Tensor:
     """`Convert` on a tensor of logical type `source`."""
     if target is PRED:
-        return x.to(torch.float32) != 0 if source.is_float and source.bits == 8 else x != 0
+        return x.to(torch.float32) != 0 if source.is_float and source.bits <= 8 else x != 0
     if target.is_float:
         narrows = source is not target and source.max >= target.max
         return to_float(x, target, saturate=overflow == "saturate" and narrows)

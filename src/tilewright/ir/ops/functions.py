@@ -54,7 +54,7 @@ def evaluate_function(f: Function, dtype: DType, args: list[torch.Tensor]) -> to
     if f.kinds == INTEGER:  # a shift
         return narrow_integer(f.apply(*[as_s64(a) for a in args], dtype.bits), dtype)
     apply = f.apply
-    if dtype.is_float and dtype.bits == 8:
+    if dtype.is_float and dtype.bits <= 8:
         args = [a.to(torch.float32) for a in args]
     elif dtype.name in _WIDER:
         args = [a.to(_WIDER[dtype.name]) for a in args]

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import torch
 
-from tilewright.dtype import F8E4M3FN, DType
+from tilewright.dtype import F4E2M1FN, F8E4M3FN, DType
 
 
 def to_float(x: torch.Tensor, target: DType, *, saturate: bool = False) -> torch.Tensor:
     """Each element as the nearest value of `target`, ties to even, whatever type of number `x` holds.
 
-    Past the largest finite value: that value if `saturate`, else the format's infinity or, where it has none, NaN.
+    Past the largest finite value: that value if `saturate`, else the format's infinity or, where it has none, NaN; f4e2m1fn,
+    which has neither, saturates, and takes NaN for -0 (for 0 where it has a sign) as ml_dtypes does.
     """
     storage = target.to_torch()
+    if target is F4E2M1FN:
+        return _to_four_bits(_sticky_f32(x))
     if x.dtype is storage and not saturate:
         return x
     if target.bits > 16:
@@ -27,6 +30,14 @@ def to_float(x: torch.Tensor, target: DType, *, saturate: bool = False) -> torch
     # torch saturates here; 464 is halfway to the missing 480 and still ties to 448.
     bits = rounded.view(torch.uint8)
     return torch.where(narrow.abs() > 464.0, bits | 0x7F, bits).view(storage)
+
+
+def _to_four_bits(x: torch.Tensor) -> torch.Tensor:
+    """f32 as the nearest f4e2m1fn: the numbers from 0 to 2 are a half apart, to 4 one, to 6 two."""
+    size = x.abs().nan_to_num(0.0).clamp(max=F4E2M1FN.max)
+    step = torch.where(size < 2, 0.5, torch.where(size < 4, 1.0, 2.0))
+    value = (size / step).round() * step
+    return torch.where(torch.signbit(x) != x.isnan(), -value, value).to(F4E2M1FN.to_torch())
 
 
 def _sticky_f32(x: torch.Tensor) -> torch.Tensor:
@@ -56,3 +67,13 @@ def _sticky_f64(x: torch.Tensor) -> torch.Tensor:
     sticky = (high | (low != 0).to(torch.int64)).to(torch.float64) * 2048.0
     small = (v >= 0) & (v < 1 << 53) if x.dtype is torch.uint64 else v.abs() < 1 << 53
     return torch.where(small & (v != -(1 << 63)), v.to(torch.float64), sticky)
+
+
+def are_codes(x: torch.Tensor, dtype: DType) -> bool:
+    """Tell whether every element of a tensor is a value of a 4-bit type, in whose storage it is."""
+    if not x.numel():
+        return True
+    if dtype.is_float:
+        return torch.equal(to_float(x, dtype).view(torch.uint8), x.view(torch.uint8))
+    low, high = torch.aminmax(x)
+    return int(low) >= dtype.min and int(high) <= dtype.max

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from tilewright.dtype import (
+    F4E2M1FN,
     F8E4M3FN,
     F8E4M3FNUZ,
     F8E5M2,
@@ -108,7 +109,7 @@ def _encoded(x: Value, dtype: DType) -> Value:
 
 def _decoded(code: Value, dtype: DType) -> Value:
     """fp8 as f32: the bits are those of an f16 but for the exponent's bias (OCP OFP8)."""
-    b = code.builder
+    b, dtype = code.builder, F8E4M3FN if dtype is F4E2M1FN else dtype
     if dtype.name in b.fp8:
         return code.bits(dtype).to(F32)
     if dtype is F8E5M2:

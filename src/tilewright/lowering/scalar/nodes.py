@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from tilewright.dtype import DType
+from tilewright.dtype import F4E2M1FN, DType
 from tilewright.ir.graph import Node, toposort
 from tilewright.ir.ops import VIEWS, Acc, Const, Convert, Dequantize, Map, Param, Quantize, Select
 from tilewright.lowering.access import too_wide
@@ -62,6 +62,8 @@ class Forms:
         elif isinstance(op, Const):
             if n.tensor.elements != 1:
                 self._refuse("a table of constants")
+        elif isinstance(op, (Convert, Quantize)) and op.dtype is F4E2M1FN and source is not F4E2M1FN:
+            self._refuse(f"rounding to {op.dtype}")
         elif isinstance(op, Convert):
             if source.is_float and n.dtype.is_integer and n.dtype.bits > 32 and not self.to_64_bits:
                 self._refuse(f"converting a float to {n.dtype}")

@@ -12,14 +12,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tilewright.dtype import BF16, F8E4M3FN, F8E4M3FNUZ, F8E5M2, F8E5M2FNUZ, S4, S8, U4, U8, DType
+from tilewright.dtype import BF16, F4E2M1FN, F8E4M3FN, F8E4M3FNUZ, F8E5M2, F8E5M2FNUZ, S4, S8, U4, U8, DType
 from tilewright.schedule.candidate import Unsupported
 
-FP8 = (F8E4M3FN, F8E4M3FNUZ, F8E5M2, F8E5M2FNUZ)
+FP8 = (F8E4M3FN, F8E4M3FNUZ, F8E5M2, F8E5M2FNUZ, F4E2M1FN)  # floats that are a byte in memory
 
 
 def in_register(dtype: DType) -> DType:
-    """The type of the register that holds a value: fp8 is its code, a 4-bit integer has a byte."""
+    """The type of the register that holds a value: fp8 is its code, 4-bit codes have a byte, 4-bit floats are fp8."""
     return U8 if dtype in FP8 or dtype is U4 else S8 if dtype is S4 else dtype
 
 

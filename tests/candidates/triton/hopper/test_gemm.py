@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 from gated import gated, of_ranges
 from ptx import emulate
+from w4_problems import posed
 
 from tilewright.dtype import BF16, F8E4M3FN, F16, F32, S8, U8
 from tilewright.hardware.chips.nvidia_h200 import CHIP
@@ -380,6 +381,22 @@ def test_with_scales_by_blocks_no_copy_brings_what_is_added():
     for spec in found:
         assert "gl.load(p4 + " in write(spec).text
         assert not spec.config.aux_load
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "bf16[20,128] @ f8e4m3fn[72,128]^T group=64 -> bf16",
+        "f16[20,64] @ f8e4m3fn[72,64]^T scale=channel -> f16",
+        "bf16[20,64] @ f4e2m1fn[72,64]^T group=32 -> bf16",
+        "f16[20,64] @ f4e2m1fn[72,64]^T group=16 -> f16",
+    ],
+)
+def test_weights_of_few_bits_that_are_floats(line):
+    p = posed(line)
+    sources = random_sources(p)
+    schedule = next(iter(plan_for(CANDIDATE, p, H200).schedules()))
+    assert check(p, expect(p, sources), emulate(CANDIDATE, p, schedule, sources)) is None
 
 
 def test_gate_and_up_meet_in_the_registers_of_one_tile():

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 
 from tilewright.candidates.llvm.expressions.text import Function, f32, f64, suffix, vec
-from tilewright.dtype import BF16, F8E4M3FN, F8E4M3FNUZ, F8E5M2, F16, F32, F64, PRED, S32, U16, U32, DType
+from tilewright.dtype import BF16, F4E2M1FN, F8E4M3FN, F8E4M3FNUZ, F8E5M2, F16, F32, F64, PRED, S32, U16, U32, DType
 from tilewright.ir.graph import Node
 from tilewright.ir.ops import Const
 from tilewright.lowering.scalar.conversions import rounded_to_bf16
@@ -22,7 +22,7 @@ from tilewright.schedule.candidate import Unsupported
 # and no conversions where the processor lacks the type.
 CONVERTED = 16  # floats that an instruction of AVX-512 BF16 rounds
 FLOATS = {"f32": "float", "bf16": "i16", "f16": "i16"}
-FP8 = (F8E4M3FN, F8E4M3FNUZ, F8E5M2)
+FP8 = (F8E4M3FN, F8E4M3FNUZ, F8E5M2, F4E2M1FN)
 
 # Instructions on floats, signed and unsigned integers.
 BINARY = {

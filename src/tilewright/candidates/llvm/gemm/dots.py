@@ -229,7 +229,7 @@ def choose(lhs: DType, rhs: DType, acc: DType, chip: Chip) -> Choice | None:
     """The chip's best instruction for a product of these types, None if it has none that is exact for them."""
     units = [[d for d in DOTS.get(u.instruction, ()) if d.acc is acc] for u in chip.units]
     if acc is F32:
-        narrow = all(t.is_float and (t is BF16 or t.bits == 8) for t in (lhs, rhs))  # every fp8 is a bf16
+        narrow = all(t.is_float and (t is BF16 or t.bits <= 8) for t in (lhs, rhs))  # which bf16 holds
         kinds = [BF16, F32] if narrow else [F32]
         for kind in kinds:
             found = next((d for unit in units for d in unit if d.lhs is kind), None)

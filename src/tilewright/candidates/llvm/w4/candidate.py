@@ -18,6 +18,7 @@ from tilewright.candidates.llvm.w4.codes import MOST_GROUP, Activations, CodesNe
 from tilewright.candidates.llvm.w4.kernel import CODES, WIDE, GroupedNest, GroupedWriter
 from tilewright.dtype import BF16, F32
 from tilewright.hardware.target import Chip, Target
+from tilewright.ir.few_bits import half_codes
 from tilewright.ir.graph import Node, toposort
 from tilewright.ir.ops import Dequantize, Param
 from tilewright.lowering.access import codes_of, gate_up, of_store
@@ -97,7 +98,7 @@ class Plan(NestPlan):
                 codes, *sides = (operand(s, weights, not nest.k_contiguous) for s in self.weights.src)
                 if self.group > nest.group:
                     sides = [s.repeat_interleave(self.group // nest.group, dim=1)[:, : nest.group_count] for s in sides]
-                codes, *sides = (nest.by_panel(x) for x in (codes, *sides))
+                codes, *sides = (nest.by_panel(x) for x in (half_codes(codes) if nest.floats else codes, *sides))
                 stream = nest.packed(codes, sides[0], sides[1] if nest.zeros else None)
                 start = aligned(packed) - packed.data_ptr()
                 packed[start : start + nest.batch * nest.rhs_panels * nest.rhs_panel_bytes] = stream.view(-1).view(torch.uint8)
@@ -122,7 +123,7 @@ def plan(problem: Problem, target: Target) -> Plan:
         Unsupported: the sentence why there is none.
     """
     engine.require()
-    found, along = codes_of(problem, 4)
+    found, along = codes_of(problem, 4, floats=True)
     assert isinstance(found.op, Dequantize)
     group, across = (found.op.block[::-1] if along else found.op.block) if found.op.block else (1, 1)
     if across != 1 or group % CODES or problem.K % CODES:
@@ -136,8 +137,9 @@ def plan(problem: Problem, target: Target) -> Plan:
     rhs, right = side_of(problem.op.rhs, count + 1, columns_last=True, outside=True)
     roots, second = gate_up(problem.op.stores, count) or (problem.op.stores, None)
     stores = tuple(of_store(root) for root in roots)
-    signed, zeros = found.src[0].dtype.kind == "int", len(found.src) == 3
-    coded = _coded(problem, found, group, target.chip)
+    kind, zeros = found.src[0].dtype.kind, len(found.src) == 3
+    signed, floats = kind == "int", kind == "float"
+    coded = None if floats else _coded(problem, found, group, target.chip)
     choice, codes = coded or (_floats(problem, found, group, target.chip), None)
     lhs, left = side_of(problem.op.lhs if codes is None else codes.codes, count, columns_last=True, outside=False)
     common = (
@@ -147,7 +149,7 @@ def plan(problem: Problem, target: Target) -> Plan:
         nest = CodesNest(*common, min(group, codes.group or group), signed, zeros, scale=codes.scale, zero=codes.zero)
         return Plan(problem, target, nest, (left, right), False, codes.sides, weights=found, group=group)
     in_place = left is None and (rows == 1 or _panels(choice, rows)) and lies_right(lhs, problem, choice, rows)
-    nest = GroupedNest(*common, group, signed, zeros, found.dtype)
+    nest = GroupedNest(*common, group, signed, zeros, found.dtype, floats=floats)
     return Plan(problem, target, nest, (left, right), in_place, weights=found, group=group)
 
 

@@ -22,6 +22,7 @@ from tilewright.candidates.llvm.expressions.text import Function, Int, vec
 from tilewright.candidates.llvm.gemm.kernel import Block, GemmWriter
 from tilewright.candidates.llvm.gemm.nest import CACHE_LINE, Nest, rounded
 from tilewright.dtype import F32, DType
+from tilewright.ir.few_bits import four_bit_floats
 
 CODES = 8  # in a word
 # How far ahead the stream is prefetched, in bytes, and into which cache: for one row, which waits for memory, and for several,
@@ -30,6 +31,7 @@ READING, COMPUTING = (2048, 2), (4096, 1)
 WIDE = 16  # lanes for which there is an instruction that looks a code's value up
 ORDER = tuple(range(CODES))  # where in a word each of 8 neighbours along K is kept
 PAIRED = (0, 4, 1, 5, 2, 6, 3, 7)  # the same, of pairs
+TWICE = 0xC8643210  # of a magnitude 0, 0.5, 1, 1.5, 2, 3, 4, 6 of f4e2m1fn, by its three bits
 Sides = list[list[str]]  # scales of a group and its zero points, each vectors of columns
 
 
@@ -42,6 +44,7 @@ class GroupedNest(Nest):
         signed: codes are -8 to 7, else 0 to 15.
         zeros: each group has a zero point, which is taken off its codes first.
         rounded_to: the type of the weights, to which each is rounded once it is scaled.
+        floats: codes are f4e2m1fn.
         decoded: a panel is decoded before its tiles are multiplied; else each tile decodes it as it goes.
     """
 
@@ -50,6 +53,7 @@ class GroupedNest(Nest):
     zeros: bool = False
     rounded_to: DType = F32
     decoded: bool = False
+    floats: bool = False
 
     @property
     def group_count(self) -> int:
@@ -169,7 +173,11 @@ class GroupedWriter(GemmWriter):
                 for step in range(CODES):
                     for j in range(nv):
                         code = f.v(f"lshr {i32} {loaded[j]}, splat (i32 {4 * step})")
-                        value = f.v(f"uitofp {i32} {f.v(f'and {i32} {code}, splat (i32 15)')} to {floats}")
+                        value = (
+                            self._float(f, loaded[j], step)
+                            if n.floats
+                            else f.v(f"uitofp {i32} {f.v(f'and {i32} {code}, splat (i32 15)')} to {floats}")
+                        )
                         if zeros:
                             value = f.v(f"fsub {floats} {value}, {zeros[0][j]}")
                         value = f.v(f"fmul {floats} {value}, {scales[j]}")
@@ -304,6 +312,10 @@ class GroupedWriter(GemmWriter):
         n, d = self.nest, self.nest.dot
         i32, floats = vec(d.lanes, "i32"), vec(d.lanes, "float")
         values = [c - 16 if n.signed and c > 7 else c for c in range(16)]
+        if n.floats:
+            values = four_bit_floats(torch.device("cpu")).view(torch.float8_e4m3fn).float().tolist()
+            if d.lanes != WIDE:
+                return self._float(f, word, step)
         if d.lanes != WIDE:
             if n.signed:
                 high = f.v(f"shl {i32} {word}, splat (i32 {28 - 4 * step})")
@@ -322,3 +334,16 @@ class GroupedWriter(GemmWriter):
             return f.v(f"bitcast {pairs} {found} to {d.operand}")
         table = f"<{', '.join(f'float {float(v):.1f}' for v in values)}>"
         return f.intrinsic("llvm.x86.avx512.permvar.sf.512", floats, (floats, table), (i32, index))
+
+    def _float(self, f: Function, word: str, step: int) -> str:
+        """The values of f4e2m1fn codes `step` of a vector of words. Twice a magnitude is a whole number below 16; shifting a
+        word of eight of them looks it up."""
+        lanes = self.nest.dot.lanes
+        i32, floats = vec(lanes, "i32"), vec(lanes, "float")
+        at = f.v(f"lshr {i32} {word}, splat (i32 {4 * step - 2})") if step else f.v(f"shl {i32} {word}, splat (i32 2)")
+        shifted = f.v(f"lshr {i32} splat (i32 {TWICE - (1 << 32)}), {f.v(f'and {i32} {at}, splat (i32 28)')}")
+        size = f.v(f"uitofp {i32} {f.v(f'and {i32} {shifted}, splat (i32 15)')} to {floats}")
+        half = f.v(f"bitcast {floats} {f.v(f'fmul {floats} {size}, splat (float 0.5)')} to {i32}")
+        high = f.v(f"shl {i32} {word}, splat (i32 {28 - 4 * step})")
+        signed = f.v(f"or {i32} {half}, {f.v(f'and {i32} {high}, splat (i32 {-(1 << 31)})')}")
+        return f.v(f"bitcast {i32} {signed} to {floats}")

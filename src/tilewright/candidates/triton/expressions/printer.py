@@ -6,13 +6,19 @@ import math
 from collections.abc import Sequence
 
 from tilewright.candidates.triton.expressions.text import Text
-from tilewright.dtype import BF16, F8E4M3FN, F8E4M3FNUZ, F8E5M2, F8E5M2FNUZ, F32, F64, PRED, S32, S64, U32, DType
+from tilewright.dtype import BF16, F4E2M1FN, F8E4M3FN, F8E4M3FNUZ, F8E5M2, F8E5M2FNUZ, F32, F64, PRED, S32, S64, U32, DType
 from tilewright.lowering.scalar.nodes import NodeBuilder
 from tilewright.lowering.scalar.values import FP8, Body, Fewer, Operand, Value
 from tilewright.schedule.candidate import Unsupported
 
 NATIVE = {"f32": "float32", "bf16": "bfloat16", "f16": "float16"}
-FP8_NAMES = {F8E4M3FN: "float8e4nv", F8E5M2: "float8e5", F8E4M3FNUZ: "float8e4b8", F8E5M2FNUZ: "float8e5b16"}
+FP8_NAMES = {
+    F4E2M1FN: "float8e4nv",
+    F8E4M3FN: "float8e4nv",
+    F8E5M2: "float8e5",
+    F8E4M3FNUZ: "float8e4b8",
+    F8E5M2FNUZ: "float8e5b16",
+}
 FUNCTIONS = {"exponential": "exp", "sine": "sin", "cosine": "cos", "min": "minimum", "max": "maximum"}
 # Added to an f32 below 2^22 it leaves the nearest integer, ties to even, in the low bits of the sum. The 2 makes an integer
 # subtraction necessary: ptxas 12.8 takes the low byte of a sum of floats, stored as it is, for a conversion (F2IP.U8).
