@@ -11,11 +11,12 @@ read and rewritten anew, for it and those like it; that is a *region*.
 
 from __future__ import annotations
 
-import math
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, cast
 
 import torch
@@ -37,16 +38,22 @@ from tilewright.runtime.partition import Part, decided, parts_for, problem_of_pa
 from tilewright.schedule.buckets import PackingVariants
 from tilewright.schedule.candidate import Candidate, discover
 from tilewright.schedule.packed import unwritten
-from tilewright.schedule.problem import AnyProblem, Problem
+from tilewright.schedule.problem import AnyProblem, AttentionProblem, Problem
 from tilewright.schedule.search import Decision, search
-from tilewright.schedule.tuning_database import TuningDatabase
+from tilewright.schedule.tuning_database import TuningDatabase, rebuilt, repeat
 
 if TYPE_CHECKING:
     from tilewright.ir.graph import Value
 
 KEPT = 64  # instances
-NEAR = 2.0  # times as much of each dim, or as little, for which what was measured serves
+NEAR = 8.0  # times as much work, or as little, for which what was measured serves
+LIKE = 2.0  # the same of what was not measured
+ANCHORS = (0.5, 0.25, 0.75)  # of the logarithm of each range: the shapes that are measured, as long as there is time
+LEAST_PART = 0.2  # of the budget, without which no further one is
+CHECKED = 3  # shapes at which a point is checked that large problems take
+LARGE_OPS = 1 << 28  # of a problem, from which it is: a smaller one is checked in milliseconds
 MOST_REGIONS = 16
+MOST_DECIDED = 4096
 
 Values = tuple[tuple[str, int], ...]
 Key = tuple[Node, ...]
@@ -77,15 +84,14 @@ class _Region:
     reading: Reading
     constants: dict[Node, Value] = field(default_factory=dict["Node", "Value"])
     digests: dict[tuple[int, int], bytes | None] = field(default_factory=dict[tuple[int, int], "bytes | None"])
-    packings: dict[Key, Candidate] = field(default_factory=dict[Key, Candidate])
-    anchors: dict[Key, list[tuple[dict[str, int], Decision]]] = field(
-        default_factory=dict[Key, list[tuple[dict[str, int], Decision]]]
-    )
+    packings: dict[Key, PackingVariants] = field(default_factory=dict[Key, PackingVariants])
+    measured: dict[Key, list[Decision]] = field(default_factory=dict[Key, list[Decision]])
+    taken: dict[Key, list[Decision]] = field(default_factory=dict[Key, list[Decision]])
 
 
 Read = Callable[[Scope], Reading]
 Make = Callable[[Graph, Trace, Sequence[Part], Decide, "dict[Node, Value]"], Program]
-Search = Callable[[Graph, Sequence[Part], float], Chooser]
+Search = Callable[[Graph, Sequence[Part], float, "TuningDatabase | None"], Chooser]
 
 
 class AnyShape:
@@ -138,7 +144,12 @@ class AnyShape:
         self._inputs = [(label_of(n), n.tensor) for n in caller_inputs(first.source)]
         self.compiled, self.made = 1, 0
         if budget_s > 0 and not background:
-            self._measure(middle(first.scope))
+            ends = time.monotonic() + budget_s
+            for part in ANCHORS:
+                left_s = ends - time.monotonic()
+                if left_s < LEAST_PART * budget_s:
+                    break
+                self._measure(within(first.scope, part), left_s / (2 if part == ANCHORS[0] else 1))
 
     def __repr__(self) -> str:
         """One line: the dims, where, and how many instances there are."""
@@ -217,35 +228,51 @@ class AnyShape:
 
     def explain(self, **values: int) -> Report[Explain]:
         """Account for every product of one instance, that of the middle of all ranges where no values are given."""
-        return self.at(**(values or middle(self._regions[0].reading.scope))).explain()
+        return self.at(**(values or within(self._regions[0].reading.scope, ANCHORS[0]))).explain()
 
-    def _measure(self, values: Mapping[str, int]) -> None:
-        """Choose kernels for one shape by measuring, as for a program of that shape alone."""
+    def _measure(self, values: Mapping[str, int], within_s: float) -> None:
+        """Choose kernels for one shape by measuring, as for a program of it alone, but for the order of packed weights."""
 
-        def choice(
-            region: _Region, at: Mapping[str, int], graph: Graph, parts: Sequence[Part], keys: Mapping[Part, Key]
-        ) -> Decide:
-            decide = self._search_for(graph, parts, self._budget_s)
-            of_problem: dict[AnyProblem, list[Key]] = {}
-            for part, key in keys.items():
-                of_problem.setdefault(problem_of_part(part)[0], []).append(key)
+        def choice(region: _Region, graph: Graph, parts: Sequence[Part], keys: Mapping[Part, Key]) -> Decide:
+            of_problem = _keys_of(keys)
+            decide = self._search_for(graph, parts, within_s, self._held(region, of_problem))
 
             def chosen(problem: AnyProblem, weights: Mapping[int, torch.Tensor]) -> Decision:
-                decision = decide(problem, weights)
+                decision = self._decided[problem] = decide(problem, weights)
                 for key in of_problem.get(problem, ()):
-                    region.anchors.setdefault(key, []).append((dict(at), decision))
-                self._decided[problem] = decision
+                    region.measured.setdefault(key, []).append(decision)
                 return decision
 
             return chosen
 
+        key = tuple(sorted(values.items()))
         with self._lock:
-            self._kept[tuple(sorted(values.items()))] = self._instance(values, choice)
+            if key not in self._kept:
+                self._kept[key] = self._instance(values, choice)
+
+    def _held(self, region: _Region, of_problem: Mapping[AnyProblem, Sequence[Key]]) -> TuningDatabase | None:
+        """What is known of problems, where products keep to the order in which their weights are packed."""
+        if self._database is None:
+            return None
+        packings = {p: region.packings[k] for p, keys in of_problem.items() for k in keys if k in region.packings}
+        return OnePacking(self._database, packings)
+
+    def _searched_on(self, program: Program, region: _Region, parts: Sequence[Part], keys: Mapping[Part, Key]) -> None:
+        """Search behind an instance near which nothing was measured; what is chosen serves further ones."""
+        of_problem = _keys_of(keys)
+        if all(self._near(region.measured, key, p, NEAR) is not None for p, some in of_problem.items() for key in some):
+            return
+
+        def chooser() -> Chooser:
+            decide = self._search_for(program.graph, parts, self._budget_s, self._held(region, of_problem))
+            return _Noting(decide, lambda p, d: [region.measured.setdefault(k, []).append(d) for k in of_problem.get(p, ())])
+
+        program.search_on(chooser)
 
     def _instance(
         self,
         values: Mapping[str, int],
-        choice: Callable[[_Region, Mapping[str, int], Graph, Sequence[Part], Mapping[Part, Key]], Decide],
+        choice: Callable[[_Region, Graph, Sequence[Part], Mapping[Part, Key]], Decide],
     ) -> Program:
         for region in self._regions:
             if not region.reading.scope.failing(values):
@@ -262,7 +289,7 @@ class AnyShape:
         for node, now in became.items():
             came_from.setdefault(now, node)
         keys = {p: tuple(came_from.get(n, n) for n in p.outputs) for p in parts if not p.once and decided(p)}
-        decide = choice(region, values, made, parts, keys)
+        decide = choice(region, made, parts, keys)
         reading = region.reading
         held = [v for v in region.constants.values() if isinstance(v, torch.Tensor)]
         with unwritten(held, region.digests):
@@ -274,10 +301,13 @@ class AnyShape:
         program.layers, program.threads = reading.layers, self._threads
         for step in program.steps:
             key = keys.get(step.part)
-            if key is not None and step.decision is not None and key not in region.packings:
+            if key is not None and step.decision is not None:
+                region.taken.setdefault(key, []).append(step.decision)
                 family = _packing(step.decision)
                 if family is not None:
-                    region.packings[key] = family
+                    region.packings.setdefault(key, family)
+        if self._background and self._budget_s > 0:
+            self._searched_on(program, region, parts, keys)
         self.made += 1
         return program
 
@@ -301,45 +331,112 @@ class AnyShape:
                 return self._regions[-1]
         raise UnsupportedError(f"rules do not settle for {shown}", where=self.source.name, hint="compile for that shape alone")
 
-    def _choice(
-        self, region: _Region, at: Mapping[str, int], graph: Graph, parts: Sequence[Part], keys: Mapping[Part, Key]
-    ) -> Decide:
+    def _choice(self, region: _Region, graph: Graph, parts: Sequence[Part], keys: Mapping[Part, Key]) -> Decide:
         """The choice of kernels without measuring: by the nearest shape that was measured, else by the cost model."""
-        key_of = {problem_of_part(part)[0]: key for part, key in keys.items()}
+        of_problem = _keys_of(keys)
 
         def chosen(problem: AnyProblem, weights: Mapping[int, torch.Tensor]) -> Decision:
             if problem not in self._decided:
-                key = key_of.get(problem, ())
-                self._decided[problem] = self._unmeasured(problem, weights, region, key, at)
+                if len(self._decided) >= MOST_DECIDED:
+                    self._decided.pop(next(iter(self._decided)))
+                key = next(iter(of_problem.get(problem, ())), ())
+                self._decided[problem] = self._unmeasured(problem, weights, region, key)
             return self._decided[problem]
 
         return chosen
 
-    def _unmeasured(
-        self, problem: AnyProblem, weights: Mapping[int, torch.Tensor], region: _Region, key: Key, at: Mapping[str, int]
-    ) -> Decision:
+    def _near(self, among: Mapping[Key, Sequence[Decision]], key: Key, problem: AnyProblem, times: float) -> Decision | None:
+        """The decision for the nearest problem, of so many times the work at most."""
+        found = min(among.get(key, ()), key=lambda d: apart(d.problem, problem), default=None)
+        return found if found is not None and apart(found.problem, problem) <= times else None
+
+    def _unmeasured(self, problem: AnyProblem, weights: Mapping[int, torch.Tensor], region: _Region, key: Key) -> Decision:
         known, packing = self._database, region.packings.get(key)
-        near = min(region.anchors.get(key, ()), key=lambda a: distance(a[0], at), default=None)
-        if near is not None and distance(near[0], at) <= math.log(NEAR):
-            kernel = near[1].kernel
-            if known is not None:
-                same = known.again(problem, kernel.candidate, kernel.schedule, weights)
-                if same is not None:
-                    return same
-        among = None if packing is None else [packing]
-        if among is not None:
+        near = self._near(region.measured, key, problem, NEAR) or self._near(region.taken, key, problem, LIKE)
+        if near is not None:
+            same = self._built_like(problem, weights, near, region.taken.get(key, ()))
+            if same is not None:
+                return same
+        if packing is not None:
             try:
-                return search(problem, self.target, budget_s=0, candidates=among, weights=weights)
+                return search(problem, self.target, budget_s=0, candidates=[packing], weights=weights)
             except UnsupportedError:  # it has no such point for just these extents
                 pass
         if known is None:
             return search(problem, self.target, budget_s=0, weights=weights)
         others = known.candidates(problem)
-        how = lambda: search(problem, self.target, budget_s=0, candidates=others, weights=weights)  # noqa: E731
+        how = partial(search, problem, self.target, budget_s=0, candidates=others, weights=weights)
         return known.settle(problem, weights, how)
 
+    def _built_like(
+        self, problem: AnyProblem, weights: Mapping[int, torch.Tensor], near: Decision, before: Sequence[Decision]
+    ) -> Decision | None:
+        """The kernel of another shape's candidate and schedule; None if it does not do here. Small problems are checked. Of the
+        large, which have the same code for edges and more of what lies between, the first few."""
+        point = near.kernel.candidate, near.kernel.schedule
+        if getattr(problem, "ops", problem.bytes) > LARGE_OPS:
+            sizes = {d.problem for d in before if (d.kernel.candidate, d.kernel.schedule) == point and d.verified}
+            if len(sizes) >= CHECKED:
+                return rebuilt(problem, self.target, *point)
+        if self._database is None:
+            return repeat(problem, self.target, *point, weights)
+        return self._database.again(problem, *point, weights)
 
-def _packing(decision: Decision) -> Candidate | None:
+
+class OnePacking(TuningDatabase):
+    """A tuning database in which products keep to the order in which their weights are packed already."""
+
+    def __init__(self, known: TuningDatabase, packings: Mapping[AnyProblem, PackingVariants]) -> None:
+        self.__dict__.update(known.__dict__)
+        self._packings = packings
+
+    def find(self, problem: AnyProblem, weights: Mapping[int, torch.Tensor], budget_s: float) -> Decision | None:
+        found, packing = super().find(problem, weights, budget_s), self._packings.get(problem)
+        return None if found is None or (packing is not None and _packing(found) != packing) else found
+
+    def candidates(self, problem: AnyProblem) -> Sequence[Candidate] | None:
+        packing = self._packings.get(problem)
+        return super().candidates(problem) if packing is None else [packing]
+
+    def keep(self, decision: Decision, budget_s: float) -> None:
+        if decision.problem not in self._packings:  # a choice among few would be taken for one among all
+            super().keep(decision, budget_s)
+
+
+@dataclass(frozen=True)
+class _Noting:
+    """A choice of kernels that tells what it came to."""
+
+    choice: Chooser
+    note: Callable[[AnyProblem, Decision], object]
+
+    def __call__(self, problem: AnyProblem, weights: Mapping[int, torch.Tensor]) -> Decision:
+        decision = self.choice(problem, weights)
+        self.note(problem, decision)
+        return decision
+
+    def weight(self, problem: AnyProblem) -> float:
+        return self.choice.weight(problem)
+
+
+def _keys_of(keys: Mapping[Part, Key]) -> dict[AnyProblem, list[Key]]:
+    found: dict[AnyProblem, list[Key]] = {}
+    for part, key in keys.items():
+        found.setdefault(problem_of_part(part)[0], []).append(key)
+    return found
+
+
+def apart(a: AnyProblem, b: AnyProblem) -> float:
+    """How many times more work one problem is than the other that differs in extents alone, by what its results hold; of
+    attentions, which work for each pair of a query and a key, the larger ratio of these."""
+    sizes = [[t.elements for t in x.outputs] for x in (a, b)]
+    if isinstance(a, AttentionProblem) and isinstance(b, AttentionProblem):
+        sizes = [[*s, x.operands[0].shape[2], x.operands[1].shape[2]] for s, x in zip(sizes, (a, b), strict=True)]
+    ratios = [max(x, 1) / max(y, 1) for x, y in zip(*sizes, strict=True)]
+    return max((max(r, 1 / r) for r in ratios), default=1.0)
+
+
+def _packing(decision: Decision) -> PackingVariants | None:
     """The candidate of a decision held to the order in which it packs weights; None where it packs none in an order."""
     kernel = decision.kernel
     found = next((c for c in discover() if c.name == kernel.candidate), None)
@@ -348,17 +445,12 @@ def _packing(decision: Decision) -> Candidate | None:
     return PackingVariants.of(found, tuple((k, v) for k, v in kernel.schedule.knobs if k in found.packing_knobs))
 
 
-def distance(a: Mapping[str, int], b: Mapping[str, int]) -> float:
-    """How far apart two shapes are: the logarithm of the largest ratio between values of a dim."""
-    return max((abs(math.log(max(a[n], 1) / max(b[n], 1))) for n in a), default=0.0)
-
-
-def middle(scope: Scope) -> dict[str, int]:
-    """The geometric middle of each dim's range."""
+def within(scope: Scope, part: float) -> dict[str, int]:
+    """A value in each dim's range: at so much of its logarithm."""
     found: dict[str, int] = {}
     for name, dim in scope.dims.items():
         by = dim.multiple_of
-        value = round(math.sqrt(max(dim.low, 1) * max(dim.high, 1)) / by) * by
+        value = round(max(dim.low, 1) ** (1 - part) * max(dim.high, 1) ** part / by) * by
         found[name] = min(max(value, -(-dim.low // by) * by), dim.high // by * by)
     return found
 

@@ -294,8 +294,8 @@ def compile(
 
                 return prepare(graph, graph, there, trace, decide, inner, made=Program, parts=parts, known=known)
 
-            def measuring(graph: Graph, parts: Sequence[Part], within_s: float) -> Chooser:
-                return chooser(graph, there, within_s if background else budget.part(within_s), None, database, parts)
+            def measuring(graph: Graph, parts: Sequence[Part], within_s: float, known: TuningDatabase | None) -> Chooser:
+                return chooser(graph, there, within_s if background else budget.part(within_s), None, known, parts)
 
             return AnyShape(
                 read,

@@ -9,7 +9,7 @@ from onnx import TensorProto, helper
 from onnx_models import model, theirs, value
 
 import tilewright
-from tilewright.any_shape import AnyShape, distance, middle
+from tilewright.any_shape import AnyShape, within
 from tilewright.compiler import compile
 from tilewright.dtype import F32
 from tilewright.errors import InputError, UnsupportedError
@@ -122,11 +122,15 @@ def test_all_instances_share_one_packing(monkeypatch):
 def test_what_was_measured_serves_shapes_near_it():
     onnx_model = encoder()
     program = compile(onnx_model, dims={"batch": (2, 4), "length": (8, 32)}, budget_s=2)
-    assert (program.compiled, program.made) == (1, 1)  # of the middle
+    made = program.made  # of the middle, and of others as far as there was time
+    assert program.compiled == 1
+    assert made >= 1
     given = arrays(3, 19)
     np.testing.assert_allclose(program(**given), theirs(onnx_model, given)[0], rtol=1e-4, atol=1e-4)
-    assert program.made == 2
-    for before, now in zip(program.at(**middle(Scope(program.dims))).steps, program.at(batch=3, length=19).steps, strict=True):
+    assert program.made == made + 1
+    for before, now in zip(
+        program.at(**within(Scope(program.dims), 0.5)).steps, program.at(batch=3, length=19).steps, strict=True
+    ):
         if before.decision is not None and before.decision.measured:
             assert before.decision.kernel.candidate == now.decision.kernel.candidate
 
@@ -195,7 +199,8 @@ def test_a_graph_is_taken_with_its_dims():
     assert torch.equal(program(torch.arange(12.0).reshape(4, 3)), torch.arange(12.0).reshape(4, 3)[1:])
 
 
-def test_the_middle_and_the_distance():
+def test_shapes_to_measure_lie_within_the_ranges():
     scope = Scope({"a": Dim("a", 1, 64), "b": Dim("b", 8, 512, 8)})
-    assert middle(scope) == {"a": 8, "b": 64}
-    assert distance({"a": 8, "b": 64}, {"a": 4, "b": 256}) == pytest.approx(np.log(4))
+    assert within(scope, 0.5) == {"a": 8, "b": 64}
+    assert within(scope, 0.0) == {"a": 1, "b": 8}
+    assert within(scope, 1.0) == {"a": 64, "b": 512}
