@@ -149,7 +149,7 @@ class AnyShape:
                 left_s = ends - time.monotonic()
                 if left_s < LEAST_PART * budget_s:
                     break
-                self._measure(within(first.scope, part), left_s / (2 if part == ANCHORS[0] else 1))
+                self._measure(first.scope.within(part), left_s / (2 if part == ANCHORS[0] else 1))
 
     def __repr__(self) -> str:
         """One line: the dims, where, and how many instances there are."""
@@ -228,7 +228,7 @@ class AnyShape:
 
     def explain(self, **values: int) -> Report[Explain]:
         """Account for every product of one instance, that of the middle of all ranges where no values are given."""
-        return self.at(**(values or within(self._regions[0].reading.scope, ANCHORS[0]))).explain()
+        return self.at(**(values or self._regions[0].reading.scope.within(ANCHORS[0]))).explain()
 
     def _measure(self, values: Mapping[str, int], within_s: float) -> None:
         """Choose kernels for one shape by measuring, as for a program of it alone, but for the order of packed weights."""
@@ -443,16 +443,6 @@ def _packing(decision: Decision) -> PackingVariants | None:
     if found is None or found.packing_knobs is None or not isinstance(decision.problem, Problem):
         return None
     return PackingVariants.of(found, tuple((k, v) for k, v in kernel.schedule.knobs if k in found.packing_knobs))
-
-
-def within(scope: Scope, part: float) -> dict[str, int]:
-    """A value in each dim's range: at so much of its logarithm."""
-    found: dict[str, int] = {}
-    for name, dim in scope.dims.items():
-        by = dim.multiple_of
-        value = round(max(dim.low, 1) ** (1 - part) * max(dim.high, 1) ** part / by) * by
-        found[name] = min(max(value, -(-dim.low // by) * by), dim.high // by * by)
-    return found
 
 
 def _like(values: Mapping[str, int], scope: Scope) -> dict[str, int]:

@@ -520,3 +520,18 @@ def test_closed_streams_are_no_error(tmp_path: Path, verb: str, closed: str) -> 
     command = f"'{sys.executable}' -m tilewright {verb} '{program}' {'' if verb == 'read' else ' '.join(FAST)} {closed}"
     done = subprocess.run(["sh", "-c", command], capture_output=True, text=True)
     assert done.returncode == 0 and done.stderr == ""
+
+
+def test_an_extent_stays_open_within_bounds(tmp_path: Path) -> None:
+    x, y = (helper.make_tensor_value_info(n, onnx.TensorProto.FLOAT, ["n", 4]) for n in "xy")
+    graph = helper.make_graph([helper.make_node("Tanh", ["x"], ["y"])], "g", [x], [y])
+    path = tmp_path / "open.onnx"
+    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=10), path)
+    text = invoke("read", path, "--dim", "n=4:64:4").stdout
+    assert "dim n low=4 high=64 multiple_of=4" in text
+    assert "f32[n,4]" in text
+    ran = json.loads(invoke("run", path, "--dim", "n=4:64:4", "--json", *FAST).stdout)
+    assert ran["outputs"][0]["type"] == "f32[16,4]", ran  # the middle
+    wrong = invoke("read", path, "--dim", "n=64")
+    assert wrong.exit_code == 2
+    assert "no NAME=LOW:HIGH or NAME=LOW:HIGH:STEP" in " ".join(wrong.stderr.split())

@@ -9,7 +9,7 @@ from onnx import TensorProto, helper
 from onnx_models import model, theirs, value
 
 import tilewright
-from tilewright.any_shape import AnyShape, within
+from tilewright.any_shape import AnyShape
 from tilewright.compiler import compile
 from tilewright.dtype import F32
 from tilewright.errors import InputError, UnsupportedError
@@ -129,7 +129,7 @@ def test_what_was_measured_serves_shapes_near_it():
     np.testing.assert_allclose(program(**given), theirs(onnx_model, given)[0], rtol=1e-4, atol=1e-4)
     assert program.made == made + 1
     for before, now in zip(
-        program.at(**within(Scope(program.dims), 0.5)).steps, program.at(batch=3, length=19).steps, strict=True
+        program.at(**Scope(program.dims).within(0.5)).steps, program.at(batch=3, length=19).steps, strict=True
     ):
         if before.decision is not None and before.decision.measured:
             assert before.decision.kernel.candidate == now.decision.kernel.candidate
@@ -201,6 +201,6 @@ def test_a_graph_is_taken_with_its_dims():
 
 def test_shapes_to_measure_lie_within_the_ranges():
     scope = Scope({"a": Dim("a", 1, 64), "b": Dim("b", 8, 512, 8)})
-    assert within(scope, 0.5) == {"a": 8, "b": 64}
-    assert within(scope, 0.0) == {"a": 1, "b": 8}
-    assert within(scope, 1.0) == {"a": 64, "b": 512}
+    assert scope.within(0.5) == {"a": 8, "b": 64}
+    assert scope.within(0.0) == {"a": 1, "b": 8}
+    assert scope.within(1.0) == {"a": 64, "b": 512}

@@ -271,7 +271,7 @@ def ready(given: Given, how: Compiling, phases: Phases | None = None, *, data: b
 
 def _place(given: Given, how: Compiling) -> Place[Program] | None:
     """The place of the program among those that are kept; None if it has none."""
-    if not how.cache or how.database is not None or how.trust or is_supervised() or not given.file.is_file():
+    if given.dims or not how.cache or how.database is not None or how.trust or is_supervised() or not given.file.is_file():
         return None
     begin(given.file, limit_bytes())  # while what follows is imported
     from tilewright.hardware.detect import detect

@@ -27,6 +27,7 @@ class Given:
     Attributes:
         file: the program.
         batch, input_dims: extents that it leaves open.
+        dims: bounds of extents that stay open; a verb that runs the program does so in the middle of them.
         allow_calls: a `.tw` file may call any operator of torch.
         fixed: value of an input of one element by name, with which it is read.
         follow_links: an ONNX model's data are read through any symbolic link.
@@ -38,6 +39,7 @@ class Given:
     file: Path
     batch: int | None = None
     input_dims: Mapping[str, tuple[int, ...]] = field(default_factory=dict[str, "tuple[int, ...]"])
+    dims: Mapping[str, tuple[int, ...]] = field(default_factory=dict[str, "tuple[int, ...]"])
     allow_calls: bool = False
     fixed: Mapping[str, bool | float] = field(default_factory=dict[str, "bool | float"])
     follow_links: bool = False
@@ -46,8 +48,9 @@ class Given:
     fill1: tuple[str, ...] = ()
     inputs: Path | None = None
 
-    def load(self) -> Graph:
-        """The program, checked to have the shapes asked for and to fit in memory.
+    def load(self, *, leave_open: bool = False) -> Graph:
+        """The program, checked to have the shapes asked for and to fit in memory. Extents that stay open have the middle of
+        their bounds, unless they are left so.
 
         Raises:
             InputError: it cannot be read, does not fit, or has no input whose first axis `batch` could be.
@@ -58,6 +61,13 @@ class Given:
         options = self.options()
         with progress(f"reading {self.file.name}"):
             graph = load(self.file, options)
+        if options.dims:
+            from tilewright.ir.instance import dims_of, instance
+
+            scope = dims_of(graph)
+            if leave_open:
+                return graph
+            graph = graph if scope is None else instance(graph, scope.within(0.5))
         check_memory(graph)
         return graph
 
@@ -81,6 +91,7 @@ class Given:
             fixed=self.fixed,
             seen_dims=seen,
             follow_links=self.follow_links,
+            dims=self.dims or False,
         )
 
     def feeds(self, graph: Graph) -> list[Feed]:

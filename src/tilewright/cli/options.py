@@ -193,6 +193,19 @@ class _Fixed(click.ParamType):  # pyright: ignore[reportMissingTypeArgument] - g
         return name, number
 
 
+class _Bounds(click.ParamType):  # pyright: ignore[reportMissingTypeArgument] - generic only in click 8.5 and later
+    """`NAME=LOW:HIGH` or `NAME=LOW:HIGH:STEP`."""
+
+    name = "bounds"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[str, tuple[int, ...]]:
+        name, _, text = str(value).rpartition("=")
+        numbers = text.split(":")
+        if not name or len(numbers) not in (2, 3) or not all(n.isdecimal() for n in numbers):
+            self.fail(f"{value!r} is no NAME=LOW:HIGH or NAME=LOW:HIGH:STEP with whole numbers", param, ctx)
+        return name, tuple(map(int, numbers))
+
+
 file_options = all_of(
     click.argument("file", type=_PATH),
     click.option("--batch", type=click.IntRange(min=1), metavar="N", help="Value of a symbolic first axis."),
@@ -204,6 +217,15 @@ file_options = all_of(
         multiple=True,
         callback=_merged,
         help="Shape of an input that the program leaves open; several may follow each other.",
+    ),
+    click.option(
+        "--dim",
+        "dims",
+        type=_Bounds(),
+        metavar="NAME=LOW:HIGH",
+        multiple=True,
+        callback=lambda ctx, param, pairs: dict(pairs),
+        help="Leave an extent open that the program does, within bounds; repeatable.",
     ),
     click.option(
         "--untrusted",

@@ -73,7 +73,7 @@ def read(given: Given, as_json: bool) -> None:
     from tilewright.ir.text import print_graph
     from tilewright.report.explain.summary import comments, summarise
 
-    graph = given.load()
+    graph = given.load(leave_open=True)
     report = summarise(graph, str(given.file))
     show(report, as_json, lambda *_: click.echo(visible(comments(report) + print_graph(graph)), nl=False))
 

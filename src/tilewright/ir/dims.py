@@ -236,6 +236,15 @@ class Scope:
         atom = Atom(self, name, (name,), self.hints[name], (low, high), lambda values: values[name], by)
         return _made(((((atom,), 1)),))
 
+    def within(self, part: float) -> dict[str, int]:
+        """A value in each dim's range: at so much of its logarithm, from 0 to 1."""
+        found: dict[str, int] = {}
+        for name, dim in self.dims.items():
+            by = dim.multiple_of
+            value = round(max(dim.low, 1) ** (1 - part) * max(dim.high, 1) ** part / by) * by
+            found[name] = min(max(value, -(-dim.low // by) * by), dim.high // by * by)
+        return found
+
     def failing(self, values: Mapping[str, int]) -> list[Guard | Finding]:
         """The guards that do not hold for values of the dims by name."""
         return [g for g in self.guards if not g.holds(values)]
