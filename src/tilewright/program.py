@@ -143,6 +143,7 @@ def load_program(
     trust: bool = False,
     device: str | torch.device | None = None,
     budget_s: float = 20.0,
+    threads: int | None = None,
 ) -> Program:
     """Read a program that `Program.save` wrote, ready to run. Its weights are the file's memory, mapped.
 
@@ -154,14 +155,16 @@ def load_program(
         trust: run the file's machine code although no key of this user on this machine signed it.
         device: where to run; None is the kind of device that it was compiled for.
         budget_s: seconds that measuring kernels may take if it is compiled again.
+        threads: threads for its calls on a CPU; None is as many as it was compiled for, but no more than the machine has for
+            this process.
 
     Returns:
         Program: results are equal to those of the program that was saved. What rules did is not kept (`trace`, `layers`).
 
     Raises:
         InputError: the file cannot be read, is no saved program, or is damaged; or its code is not signed and `trust` is not
-            given.
+            given; or `threads` is no number of them.
         UnsupportedError: a step that a library or Triton runs has no kernel here.
     """
     check_type(path, (str, PathLike), "path", '"model.twp"')
-    return load(Container(Path(path)), Program, trust=trust, device=device, budget_s=budget_s)
+    return load(Container(Path(path)), Program, trust=trust, device=device, budget_s=budget_s, threads=threads)

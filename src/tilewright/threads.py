@@ -67,6 +67,11 @@ def _read(path: Path) -> str:
     return os.fsdecode(_bytes(path))
 
 
+def said() -> int | None:
+    """The number of threads that the calling thread was told to use, by `limited` or `adopt`; None if it was not."""
+    return getattr(_said, "count", 0) or None
+
+
 def count() -> int:
     """Threads that kernels may use which this thread calls now: as many as `limited` says, else torch's, but no more than the
     machine has for this process."""

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from threading import Thread
 
 import numpy as np
 import pytest
+import torch
 from cli_programs import FAST, install_ceilings, invoke, write
 
+import tilewright
 from tilewright.candidates.llvm.runtime.engine import available
 from tilewright.dtype import F32
 from tilewright.ir.build import const, input_, map_
 from tilewright.ir.graph import Graph
 from tilewright.ir.literal_file import FILE
 from tilewright.ir.ops import gemm
+from tilewright.runtime.executable import Executable
 
 pytestmark = pytest.mark.skipif(available() is not None, reason="no kernels for this processor")
 
@@ -92,3 +96,24 @@ def test_options_that_would_do_nothing_are_errors(
     invoke("compile", program, "-o", "layer.twp", *FAST)
     result = invoke(*[str(program) if a == "PROGRAM" else a for a in args])
     assert result.exit_code == 2 and words in " ".join(result.stderr.split()), result.stderr
+
+
+def test_the_number_of_threads_is_saved_and_another_one_may_be_said(tmp_path, program, monkeypatch):
+    """Each command in a thread of its own, which is told the number."""
+    saved, seen, run = tmp_path / "layer.twp", [], Executable.run
+    monkeypatch.setattr(Executable, "run", lambda self, *given: (seen.append(self.threads), run(self, *given))[1])
+    before = torch.get_num_threads()
+
+    def command(*words):
+        done = []
+        thread = Thread(target=lambda: done.append(invoke(*words)))
+        thread.start()
+        thread.join()
+        torch.set_num_threads(before)
+        assert done[0].exit_code == 0, done[0].output
+
+    command("compile", program, "-o", saved, "--threads", "1", *FAST)
+    assert tilewright.load_program(saved).threads == 1
+    command("run", saved)
+    command("run", saved, "--threads", "2")
+    assert seen == [1, 2]

@@ -497,3 +497,19 @@ def test_an_executable_without_words_of_its_own_is_saved_too(tmp_path):
     path = tmp_path / "p.twp"
     plain.save(str(path))
     assert torch.equal(tilewright.load_program(path)(*inputs), program(*inputs))
+
+
+def test_the_number_of_threads_is_kept_within_what_the_machine_has(tmp_path, monkeypatch):
+    module, x = torch.nn.Linear(8, 8).eval(), torch.randn(4, 8)
+    program = tilewright.compile(module, example_inputs=(x,), budget_s=0, threads=3)
+    program.save(tmp_path / "p.twp")
+    for there, given, wanted in ((8, None, 3), (2, None, 2), (2, 5, 5)):
+        monkeypatch.setattr(artefact, "usable", lambda there=there: there)
+        again = tilewright.load_program(tmp_path / "p.twp", threads=given)
+        assert again.threads == wanted and torch.equal(again(x), program(x))
+    assert pickle.loads(pickle.dumps(program)).threads == 2
+    with pytest.raises(InputError, match="threads=0 is no number of threads"):
+        tilewright.load_program(tmp_path / "p.twp", threads=0)
+    plain = tilewright.compile(module, example_inputs=(x,), budget_s=0)
+    plain.save(tmp_path / "q.twp")
+    assert tilewright.load_program(tmp_path / "q.twp").threads is None

@@ -23,7 +23,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache, partial
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Generic
+from typing import IO, TYPE_CHECKING, Annotated, Generic
 
 import msgspec
 import torch
@@ -68,6 +68,7 @@ from tilewright.schedule.recipe import Built, Called, Launched, Prepared, Recipe
 from tilewright.schedule.record import RejectedRecord, Time
 from tilewright.schedule.search import Decision, Rejected
 from tilewright.schedule.tuning_database import TuningDatabase, user_cache
+from tilewright.threads import check, limited, said, usable
 
 if TYPE_CHECKING:
     from tilewright.ir.graph import Value
@@ -203,13 +204,15 @@ class Header(Manifest, frozen=True):
     Attributes:
         made_by: digest of the code that calls kernels.
         machine: what it is for.
+        thread_count: threads for its calls on a CPU, if it was compiled for a number of them.
     """
 
     made_by: str
     machine: Machine
+    thread_count: Annotated[int, msgspec.Meta(ge=1)] | None = None
 
 
-class Whole(Header, frozen=True):
+class Whole(Header, frozen=True, kw_only=True):
     """A manifest of this version.
 
     Attributes:
@@ -416,6 +419,7 @@ def _write(program: Executable, file: IO[bytes], writer: _Writer | None = None, 
         account=account,
         quantized=quantized,
         kept=kept,
+        thread_count=program.threads or said(),
     )
     manifest = msgspec.json.encode(whole)
     metadata = {
@@ -499,9 +503,27 @@ def unpickled(content: bytes, made: type[E]) -> E:
     return load(Container(Path("a pickle"), content), made, trust=True, device=None, budget_s=0.0)
 
 
-def load(container: Container, made: type[E], *, trust: bool, device: str | torch.device | None, budget_s: float) -> E:
+def load(
+    container: Container,
+    made: type[E],
+    *,
+    trust: bool,
+    device: str | torch.device | None,
+    budget_s: float,
+    threads: int | None = None,
+) -> E:
     """See `tilewright.load_program`; `made` is the kind of executable that is wanted."""
-    header = container.decoded(Header)
+    header, wanted = container.decoded(Header), check(threads) or said()
+    count = wanted or (header.thread_count and min(header.thread_count, usable()))
+    with limited(count):  # compiled again, it is for as many
+        program = _loaded(container, header, made, trust=trust, device=device, budget_s=budget_s)
+    program.threads = count
+    return program
+
+
+def _loaded(
+    container: Container, header: Header, made: type[E], *, trust: bool, device: str | torch.device | None, budget_s: float
+) -> E:
     trusted = trust or _signed(container)
     target, why = _target(header.machine, device)
     why = why or _elsewhere(header, target)
