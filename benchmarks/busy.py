@@ -34,7 +34,7 @@ from contenders import CONTENDERS, Case
 
 CASES = ("bert f32", "bert qdq", "f32 64x1024x256", "s8 512x1024x1024", "f32 512x2048x2048")
 NAMES = ("tilewright", "onnxruntime", "torch")
-BUDGET_S = 2.0
+BUDGET_S = 60.0  # of which small models take a part; a busy machine needs more for the same
 
 
 class Contender:
