@@ -15,7 +15,7 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, cast
 
@@ -41,6 +41,7 @@ from tilewright.schedule.packed import unwritten
 from tilewright.schedule.problem import AnyProblem, AttentionProblem, Problem
 from tilewright.schedule.search import Decision, search
 from tilewright.schedule.tuning_database import TuningDatabase, rebuilt, repeat
+from tilewright.threads import limited
 
 if TYPE_CHECKING:
     from tilewright.ir.graph import Value
@@ -184,7 +185,7 @@ class AnyShape:
     @property
     def guards(self) -> list[str]:
         """What rules took for granted, of each region: shapes for which it does not hold are compiled anew."""
-        return [" and ".join(map(str, r.reading.scope.guards)) for r in self._regions]
+        return [r.reading.scope.words for r in self._regions]
 
     def __call__(self, *args: object, **kwargs: object) -> object:
         """Run it on arrays; their shapes say what the dims are.
@@ -292,12 +293,14 @@ class AnyShape:
         decide = choice(region, made, parts, keys)
         reading = region.reading
         held = [v for v in region.constants.values() if isinstance(v, torch.Tensor)]
-        with unwritten(held, region.digests):
+        with unwritten(held, region.digests), limited(self._threads):
             program = self._make(made, reading.trace, parts, decide, region.constants)
         lasting = {n for n, now in became.items() if n is now}
         for node in [n for n in region.constants if n not in lasting]:
             del region.constants[node]
-        program.read_source(lambda: instance_of(reading.source, values)[0])
+        shown = ", ".join(f"{name} = {value}" for name, value in values.items())
+        note = f"an instance for {shown} of a program with open extents, {reading.scope.words}"
+        program.read_source(lambda: _noted(instance_of(reading.source, values)[0], note))
         program.layers, program.threads = reading.layers, self._threads
         for step in program.steps:
             key = keys.get(step.part)
@@ -381,6 +384,10 @@ class AnyShape:
         if self._database is None:
             return repeat(problem, self.target, *point, weights)
         return self._database.again(problem, *point, weights)
+
+
+def _noted(graph: Graph, note: str) -> Graph:
+    return replace(graph, notes=(*graph.notes, note))
 
 
 class OnePacking(TuningDatabase):

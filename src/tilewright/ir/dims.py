@@ -236,6 +236,13 @@ class Scope:
         atom = Atom(self, name, (name,), self.hints[name], (low, high), lambda values: values[name], by)
         return _made(((((atom,), 1)),))
 
+    @property
+    def words(self) -> str:
+        """The bounds of the dims, and the guards, each once."""
+        ranges = ", ".join(map(str, self.dims.values()))
+        guards = " and ".join(dict.fromkeys(map(str, self.guards)))
+        return f"for {ranges}" + (f", where {guards}" if guards else "")
+
     def within(self, part: float) -> dict[str, int]:
         """A value in each dim's range: at so much of its logarithm, from 0 to 1."""
         found: dict[str, int] = {}
