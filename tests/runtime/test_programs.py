@@ -503,6 +503,17 @@ def test_nothing_is_kept_where_that_is_turned_off(tmp_path, cache, monkeypatch, 
     assert "TILEWRIGHT_PROGRAMS_GIB is no number of GiB: 8 are taken" in caplog.text
 
 
+def test_a_command_that_shows_stages_or_keeps_nothing_compiles(tmp_path, cache, reads):
+    path = model(tmp_path / "m" / "m.onnx")
+    asked = ("explain", path, "--batch", M, "--budget", "0")
+    for more in (("--no-cache",), ("--dump", tmp_path / "dump")):
+        assert invoke(*asked, *more).exit_code == 0
+    assert not cache.exists() or not [*cache.glob("*.twp")]
+    assert invoke(*asked).exit_code == 0 and len([*cache.glob("*.twp")]) == 1
+    assert invoke(*asked, "--dump", tmp_path / "again").exit_code == 0
+    assert {p.name for p in (tmp_path / "again").iterdir()} == {p.name for p in (tmp_path / "dump").iterdir()} != set()
+
+
 def test_a_model_with_no_room_is_not_even_digested(tmp_path, cache, monkeypatch):
     path = model(tmp_path / "m" / "m.onnx")
     with monkeypatch.context() as patch:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from tilewright.schedule.measure import busy_us, calls_per_sample, repeated, synchronize
 
 WARM_UPS = 2
+WARM_S = 0.02  # after which a call needs no second one to be warm
 SPAN_US = 2000.0  # between two events of a GPU: two hundred times what they take
 RESTS = 4.0  # as long a GPU idles after each timing as it was busy: a product that goes on for long lowers the clock
 LOOKS = 3  # on a GPU: the first may compile, the second be captured; the third says how long a call is
@@ -32,8 +33,11 @@ class Rounds:
 
 def wall_us(run: Callable[[], object], device: str, rounds: Rounds) -> list[float]:
     """The time of each run from call to finished result, in µs, after a warm-up."""
+    warming = time.perf_counter()
     for _ in range(WARM_UPS):
         run()
+        if time.perf_counter() - warming > WARM_S:
+            break
     synchronize(device)
     times: list[float] = []
     began = time.perf_counter()
