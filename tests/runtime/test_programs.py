@@ -142,6 +142,11 @@ def test_a_quantised_program_is_kept_with_what_it_lost(tmp_path, cache, options,
     assert json.loads(fresh.stdout)["quantized"]["layers"] and json.loads(fresh.stdout)["accuracy"]["layers"]
     assert alike(kept_from[1].stdout) == alike(fresh.stdout)
     assert "random inputs" in kept_from[1].stderr  # the warning, too
+    monkeypatch.delenv(programs.LIMIT)
+    explained = "explain", path, "--batch", M, "--budget", "0", "--json", *options
+    from_kept = invoke(*explained).stdout
+    monkeypatch.setenv(programs.LIMIT, "0")
+    assert from_kept == invoke(*explained).stdout and json.loads(from_kept)["products"]
 
 
 def alike(text: str) -> object:

@@ -93,12 +93,14 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         outside: constants that are not in the file, but in the model that it was compiled from: of a kept program alone.
+        labels: what the source calls a constant, "" for one that it does not name, where that is not the name in the texts.
     """
 
     version: int
     arrays: dict[str, Array]
     program: Graphs
     outside: dict[str, Kind] = {}
+    labels: dict[str, str] = {}
 
 
 class Container:
@@ -139,12 +141,13 @@ class Container:
                 raise self.broken(f"{name!r} is not {t}")
         self._seen: dict[str, torch.Tensor] = {}
         self.literals: dict[str, Literal] = {
-            name[len(CONSTANT) :]: Literal(a.kind.type, partial(self.tensor, name), name[len(CONSTANT) :])
-            for name, a in self.arrays.items()
-            if name.startswith(CONSTANT)
+            name: Literal(a.kind.type, partial(self.tensor, CONSTANT + name), parts.labels.get(name, name))
+            for name, a in ((n[len(CONSTANT) :], a) for n, a in self.arrays.items() if n.startswith(CONSTANT))
         }
         if outside is not None:
-            self.literals |= {name: Literal(k.type, partial(outside, name), name) for name, k in parts.outside.items()}
+            self.literals |= {
+                name: Literal(k.type, partial(outside, name), parts.labels.get(name, name)) for name, k in parts.outside.items()
+            }
 
     def broken(self, why: str) -> InputError:
         """The error for a file that does not hold together."""
