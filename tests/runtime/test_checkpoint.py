@@ -58,6 +58,30 @@ def test_the_formats_are_told_by_what_is_there(tmp_path):
     assert torch.equal(layer.weight.dequantize(), DENSE) and layer.bias is not None
 
 
+# The types that the format's documentation lists and torch has (`safetensors.torch.save`), by torch's names.
+WRITTEN = (
+    "bool uint8 int8 uint16 int16 uint32 int32 uint64 int64 bfloat16 float16 float32 float64 complex64 "
+    "float8_e4m3fn float8_e5m2 float8_e4m3fnuz float8_e5m2fnuz float8_e8m0fnu"
+).split()
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+def test_every_type_that_the_library_writes_is_read(tmp_path, name):
+    of = getattr(torch, name, None)
+    if of is None:
+        pytest.skip(f"this torch has no {name}")
+    bits = torch.randint(0, 256, (3, 16), dtype=torch.uint8)
+    written = bits > 99 if of is torch.bool else bits.view(of)
+    try:
+        save_file({"t": written}, tmp_path / "model.safetensors")
+    except KeyError:
+        pytest.skip(f"this safetensors has no {name}")
+    file = TensorFile(tmp_path / "model.safetensors")
+    found = file.tensor("t")
+    assert found.dtype == of == file.dtype("t") and found.shape == written.shape
+    assert torch.equal(found.view(torch.uint8), written.view(torch.uint8))
+
+
 def test_a_folder_of_shards(tmp_path):
     tensors = layers()
     names = sorted(tensors)

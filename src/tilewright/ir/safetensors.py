@@ -27,13 +27,19 @@ _TYPES = {
     "I16": torch.int16,
     "I32": torch.int32,
     "I64": torch.int64,
+    "U16": torch.uint16,
+    "U32": torch.uint32,
+    "U64": torch.uint64,
     "F16": torch.float16,
     "BF16": torch.bfloat16,
     "F32": torch.float32,
     "F64": torch.float64,
     "F8_E4M3": torch.float8_e4m3fn,
     "F8_E5M2": torch.float8_e5m2,
+    "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
+    "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
     "F8_E8M0": torch.float8_e8m0fnu,
+    "C64": torch.complex64,
 }
 # How files of other formats begin, and what to do with one.
 _SAVED = "a file of torch.save", "safetensors.torch.save_file(torch.load(path, weights_only=True), new_path)"
