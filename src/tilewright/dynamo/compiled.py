@@ -8,6 +8,7 @@ import threading
 import weakref
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Hashable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
 
@@ -20,6 +21,7 @@ from tilewright.errors import LOGGER, TilewrightError
 from tilewright.frontends.torch.aot import Concrete, Given, read
 from tilewright.program import Program
 from tilewright.runtime.arrays import address, separate
+from tilewright.runtime.executable import Step
 
 OFTEN = 8  # calls after which better kernels are looked for, and each time after as many again
 CHANGES = 2  # of a parameter's values, after which kernels read it as it is
@@ -48,7 +50,7 @@ class Held:
         self._versions, self._pointers = [*map(_version, self._tensors)], [*map(_pointer, self._tensors)]
         self._device = torch.device(program.target.device)
         self._elsewhere = {p for p in (*concrete.inputs, *concrete.written) if args[p].device != self._device}
-        self._bound: OrderedDict[tuple[int, ...], Program] = OrderedDict()
+        self._bound: OrderedDict[tuple[int, ...], _Bound] = OrderedDict()
 
     def stale(self, args: Sequence[Any]) -> Sequence[int] | None:
         """Places of the parameters that were written to since; None: these are others."""
@@ -63,47 +65,59 @@ class Held:
 
     def __call__(self, args: Sequence[Any]) -> list[object]:
         """The results of the graph; arguments that it writes to are written."""
-        concrete = self._concrete
-        if not self._elsewhere:
-            program = self._over([args[p] for p in concrete.written]) if concrete.written else self.program
-            inputs = [args[p] for p in concrete.inputs]
-            made = program.run(inputs)
-        else:
+        concrete, moved = self._concrete, list[torch.Tensor]()
+        inputs, program, borrowed = [args[p] for p in concrete.inputs], self.program, frozenset[int]()
+        if self._elsewhere:
+            inputs = [t.to(self._device) for t in inputs]
             moved = [args[p].to(self._device) for p in concrete.written]
-            program = self.program.with_state(moved) if moved else self.program
-            inputs = [args[p].to(self._device) for p in concrete.inputs]
-            made = program.run(inputs)
-            for place, new in zip(concrete.written, moved, strict=True):
-                if place in self._elsewhere:
-                    args[place].copy_(new)
-        borrowed = [address(t) for t in (*inputs, *(args[p] for p in concrete.written))]
-        made = separate(made, borrowed, program.constant_memory)
+            program = program.with_state(moved) if moved else program
+        elif concrete.written:
+            bound = self._over([args[p] for p in concrete.written])
+            program, borrowed = bound.program, bound.memory
+        made = program.run(inputs)
+        for place, new in zip(concrete.written, moved, strict=False):
+            if place in self._elsewhere:
+                args[place].copy_(new)
+        made = separate(made, (*map(address, inputs), *map(address, moved)), borrowed | program.constant_memory)
         return [r.of(args) if isinstance(r, Given) else r.of(made) for r in concrete.results]
 
-    def _over(self, caches: Sequence[torch.Tensor]) -> Program:
+    def _over(self, caches: Sequence[torch.Tensor]) -> _Bound:
         """The program over these caches, which are not kept alive by it."""
-        key = tuple(map(id, caches))
+        key, pointers = tuple(map(id, caches)), [*map(_pointer, caches)]
         found = self._bound.get(key)
-        if found is not None and found.steps is self.program.steps and _same_memory(found, caches):
+        if found is not None and found.made_of is self.program.steps and pointers == found.pointers:
             return found
-        found = self._bound[key] = self.program.with_state([t.detach() for t in caches])
+        program, made_of = self.program.with_state([t.detach() for t in caches]), self.program.steps
         drop = partial(_forget, weakref.ref(self), key)
-        found.lives = [weakref.ref(t, drop) for t in caches]  # pyright: ignore[reportAttributeAccessIssue]
+        lives = [weakref.ref(t, drop) for t in caches]
+        found = self._bound[key] = _Bound(program, made_of, pointers, frozenset(map(address, caches)), lives)
         while len(self._bound) > BOUND:
             self._bound.popitem(last=False)
         return found
+
+
+@dataclass(frozen=True)
+class _Bound:
+    """A program over caches.
+
+    Attributes:
+        program: what runs.
+        made_of: steps that it was made of, which a search may have replaced since.
+        pointers, memory: addresses of the caches' first elements, and of their storages.
+        lives: ends the binding with the first of them.
+    """
+
+    program: Program
+    made_of: tuple[Step, ...]
+    pointers: list[int]
+    memory: frozenset[int]
+    lives: list[weakref.ref[torch.Tensor]]
 
 
 def _forget(held: weakref.ref[Held], key: tuple[int, ...], _: object) -> None:
     one = held()
     if one is not None:
         one._bound.pop(key, None)  # pyright: ignore[reportPrivateUsage]
-
-
-def _same_memory(program: Program, caches: Sequence[torch.Tensor]) -> bool:
-    """Tell whether a program's state lies where these tensors do, in their strides."""
-    state = program.state.values()
-    return all(a.data_ptr() == b.data_ptr() and a.stride() == b.stride() for a, b in zip(state, caches, strict=True))
 
 
 class Compiled:

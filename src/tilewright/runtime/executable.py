@@ -180,6 +180,7 @@ class Executable:
     def _bind_state(self) -> None:
         """Take the memory of state that calls write to."""
         self._copied = [cast("torch.Tensor", self._ready[old]) for _, old in self._replaced()]
+        self._copied_at = frozenset(map(address, self._copied))
         risked = written_before_compared(self.steps) if self.graph.state else set[Node]()
         self._at_risk = [cast("torch.Tensor", self._ready[n]) for n in risked if n in self._ready]
         self._written = [span(t) for t in self.state.values()]
@@ -251,7 +252,8 @@ class Executable:
 
     def with_state(self: E, state: Sequence[torch.Tensor]) -> E:
         """The same program over other memory: tensors on its device, as many and of the types of its state, which was without
-        data (on the meta device) when it was prepared. Kernels and constants are shared."""
+        data (on the meta device) when it was prepared. Kernels and constants are shared. Inputs of its calls are to lie
+        elsewhere."""
         made = copy.copy(self)
         count = len(self._inputs)
         given = dict(zip(self.graph.inputs[count:], state, strict=True))
@@ -260,6 +262,7 @@ class Executable:
         for node, value in given.items():
             made._start[self._slots[node]] = value
         made._bind_state()
+        made._written = []
         made._launch()
         return made
 
@@ -415,9 +418,8 @@ class Executable:
         """The caller's results, once the others have been copied over the state."""
         if not self._copied:
             return results
-        memory = [span(t) for t in self._copied]
         # A result or a new value that is what an array held is not to change with it.
-        apart = [r.clone() if isinstance(r, torch.Tensor) and meets(span(r), memory) else r for r in results]
+        apart = [r.clone() if isinstance(r, torch.Tensor) and address(r) in self._copied_at else r for r in results]
         count = len(results) - len(self._copied)
         for array, new in zip(self._copied, apart[count:], strict=True):
             array.copy_(cast("torch.Tensor", new))
