@@ -7,8 +7,8 @@
 Random weights, a static cache that is full up to `--context`, one new token a sequence. A step is a call of the model as
 `generate` makes it: Python of the model's own forward, guards and copies included; on a GPU steps follow each other without
 waiting, and their time is that of many divided by their number. `--generate N` also times `generate` of N tokens, end to end,
-Python of `generate` included. Results are compared with eager's first. Inductor runs with mode="reduce-overhead". Eight layers of
-Llama 3 8B's width on a GPU: --layers 8 --width 4096 --vocabulary 32000 --device cuda --dtype bf16.
+Python of `generate` included. Results are compared with eager's first. Inductor runs with mode="reduce-overhead". Eight layers
+of Llama 3 8B's width on a GPU: --layers 8 --width 4096 --vocabulary 32000 --device cuda --dtype bf16.
 """
 
 from __future__ import annotations
