@@ -9,6 +9,7 @@ import pytest
 import torch
 from races import StillMeter
 
+from tilewright.hardware.ceilings import cache_folder
 from tilewright.hardware.load import Load
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")  # JAX is a reference here; it must not look for an accelerator
@@ -43,6 +44,17 @@ def no_memory_of_other_tests(monkeypatch):
     monkeypatch.setattr("tilewright.schedule.shipped.FOLDER", Path(__file__).with_name("nothing_is_shipped"))
     for module in ("compiler", "m_dispatch", "runtime.artefact", "runtime.programs"):
         monkeypatch.setattr(f"tilewright.{module}.user_cache", lambda: None)
+    monkeypatch.setattr("tilewright.runtime.programs.cache_folder", folder_of_the_test)
+
+
+CACHE = os.environ.get("TILEWRIGHT_CACHE")
+
+
+def folder_of_the_test() -> Path:
+    """The cache folder that a test has set; the user's kept programs are neither read, counted nor removed."""
+    if os.environ.get("TILEWRIGHT_CACHE") == CACHE:
+        raise FileNotFoundError("the test set no TILEWRIGHT_CACHE")
+    return cache_folder()
 
 
 @pytest.fixture(autouse=True)

@@ -21,6 +21,7 @@ from tilewright.ir.build import input_
 from tilewright.ir.graph import Graph
 from tilewright.ir.notation import parse
 from tilewright.ir.ops import gemm
+from tilewright.runtime import programs
 from tilewright.schedule import tuning_database as database
 from tilewright.schedule.cache import Cache
 from tilewright.schedule.record import Exported, Lost, read_records
@@ -160,6 +161,12 @@ def test_cache_info_counts_and_clear_forgets(kept, program):
     assert said.exit_code == 0 and said.stdout.endswith("kept\n") and len(kept.records()) == 1
     assert invoke("cache", "clear", "--yes").stdout == "forgot 1 choice\n" and kept.records() == []
     assert json.loads(invoke("cache", "info", "--json").stdout)["oldest"] is None
+
+
+def test_the_programs_of_the_user_are_out_of_the_tests_reach(kept):
+    assert programs.kept_programs() == [] and programs.clear() == 0
+    with pytest.raises(FileNotFoundError, match="set no TILEWRIGHT_CACHE"):
+        programs.folder()
 
 
 def test_without_a_folder_it_says_so(kept, program, tmp_path, monkeypatch):
