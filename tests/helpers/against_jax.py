@@ -30,6 +30,8 @@ def to_torch(value: Any) -> torch.Tensor:
     """An array as the tensor that carries it during evaluation."""
     array = np.array(value)
     logical = from_numpy(array.dtype)
+    if logical.bits == 4 and logical.is_float:
+        return torch.from_numpy(array.astype(np.float32)).to(logical.to_torch())
     if logical.bits == 4:
         return torch.from_numpy(array.astype(np.int8 if logical.kind == "int" else np.uint8))
     if array.dtype.isbuiltin == 1:

@@ -110,7 +110,7 @@ def test_each_thing_that_a_choice_depends_on_is_in_the_key(monkeypatch):
             made.cache_clear()
         return msgspec.structs.asdict(circumstances(target, excess_precision=excess))
 
-    target, excess, real = replace(CPU, kind="cuda"), False, key_module._version
+    target, excess, real = replace(CPU, kind="cuda"), False, key_module.version
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     before = fields()
     changed = {}
@@ -129,16 +129,16 @@ def test_each_thing_that_a_choice_depends_on_is_in_the_key(monkeypatch):
     changed["excess"] = {k for k, v in fields().items() if v != before[k]}
     excess = False
     for what, patch in {
-        "threads": lambda m: m.setattr(threads, "count", lambda: 99),
+        "threads": lambda m: m.setattr(threads, "count", lambda: 99),  # of a GPU's host
         "driver": lambda m: m.setattr(key_module, "DRIVERS", (Path(__file__),)),
         "toolkit": lambda m: m.setattr(torch.version, "cuda", "14.0"),
         "torch": lambda m: m.setattr(torch, "__version__", "9.9"),
         "built": lambda m: m.setattr(torch.__config__, "show", lambda: "other"),
-        "llvmlite": lambda m: m.setattr(key_module, "_version", lambda p: p * (p == "llvmlite") or real(p)),
+        "llvmlite": lambda m: m.setattr(key_module, "version", lambda p: p * (p == "llvmlite") or real(p)),
         "onednn": lambda m: m.setenv("ONEDNN_MAX_CPU_ISA", "AVX2"),
         "mkl": lambda m: m.setenv("MKL_CBWR", "COMPATIBLE"),
         "verbose": lambda m: m.setenv("ONEDNN_VERBOSE", "1"),
-        "version": lambda m: m.setattr(key_module, "_version", lambda p: p * (p == "tilewright") or real(p)),
+        "version": lambda m: m.setattr(key_module, "version", lambda p: p * (p == "tilewright") or real(p)),
         "code": lambda m: m.setattr(key_module, "CHOOSING", ("candidates",)),
         "precision": lambda m: m.setattr(torch, "get_float32_matmul_precision", lambda: "medium"),
     }.items():
@@ -146,12 +146,15 @@ def test_each_thing_that_a_choice_depends_on_is_in_the_key(monkeypatch):
             patch(m)
             changed[what] = {k for k, v in fields().items() if v != before[k]}
     assert fields() == before
+    target = replace(target, kind="cpu")
+    monkeypatch.setattr(threads, "count", lambda: 99)
+    assert fields()["threads"] == 99
     assert changed == {
         "chip": {"chip"},
         **{name: {"processor"} for name in ("name", "features", "caches")},
         "cores": {"cores"},
-        "kind": {"alignment_bytes", "toolkit"} | ({"driver"} if before["driver"] else set()),
-        "threads": {"threads"},
+        "kind": {"alignment_bytes", "toolkit", "threads"} | ({"driver"} if before["driver"] else set()),
+        "threads": set(),
         "driver": {"driver"},
         "toolkit": {"toolkit"},
         **{name: {"libraries"} for name in ("torch", "built", "llvmlite", "onednn", "mkl")},

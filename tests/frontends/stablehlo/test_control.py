@@ -14,6 +14,7 @@ from jax import lax
 
 import tilewright
 from tilewright import compiler
+from tilewright.deadline import Budget
 from tilewright.errors import InputError
 from tilewright.frontends import load, stablehlo
 from tilewright.frontends.stablehlo import control as _stablehlo_control
@@ -133,13 +134,13 @@ def test_regions_are_compiled_with_the_program_around_them() -> None:
 
 def test_loops_in_loops_keep_to_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
     shares, passed = list[float](), [0.0]
-    decider, clock = compiler.chooser, time.monotonic
-    monkeypatch.setattr(compiler.time, "monotonic", lambda: clock() + passed[0])
+    decider, began = compiler.chooser, time.monotonic()
+    monkeypatch.setattr(compiler.time, "monotonic", lambda: began + passed[0])
 
-    def noted(graph: object, target: object, budget_s: float, *rest: object) -> object:
-        shares.append(budget_s)
-        passed[0] += budget_s  # a search takes all that it may
-        return decider(graph, target, 0, *rest)  # type: ignore[arg-type]
+    def noted(graph: object, target: object, budget: Budget, *rest: object) -> object:
+        shares.append(budget.left_s())
+        passed[0] += shares[-1]  # a search takes all that it may
+        return decider(graph, target, Budget(0), *rest)  # type: ignore[arg-type]
 
     def nested(x: object, n: object) -> object:
         def step(i: object, y: object) -> object:

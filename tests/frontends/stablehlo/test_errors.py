@@ -58,7 +58,7 @@ REFUSED = {
         "no lowering to plain ones: failed to legalize operation 'stablehlo.reverse'",
     ),
     "complex": ("func.func @main(%x: tensor<2xcomplex<f16>>) {\nreturn\n}\n", UnsupportedError, "element type complex<f16>"),
-    "an odd float": ("func.func @main(%x: tensor<2xf4E2M1FN>) {\nreturn\n}\n", UnsupportedError, "element type f4E2M1FN"),
+    "an odd float": ("func.func @main(%x: tensor<2xf6E2M3FN>) {\nreturn\n}\n", UnsupportedError, "element type f6E2M3FN"),
     "open extents": ("func.func @main(%x: tensor<?xf32>) {\nreturn\n}\n", UnsupportedError, r"tensor<\?xf32>.*are open"),
     "unranked": ("func.func @main(%x: tensor<*xf32>) {\nreturn\n}\n", UnsupportedError, r"tensor<\*xf32> cannot be carried"),
     "no tensor": ("func.func @main(%x: f32) {\nreturn\n}\n", UnsupportedError, "a value of type f32 cannot be carried"),

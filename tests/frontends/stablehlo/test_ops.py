@@ -12,7 +12,7 @@ import torch
 from against_jax import agree, calls, close, program, run, sample, to_torch, xla
 from jax import lax
 
-from tilewright.dtype import BF16, BY_NAME, F32, OPAQUE, PRED, DType
+from tilewright.dtype import BF16, BY_NAME, F4E2M1FN, F32, OPAQUE, PRED, DType
 from tilewright.errors import InputError
 from tilewright.frontends import load
 from tilewright.frontends.stablehlo.module import mlir_type
@@ -85,6 +85,8 @@ def test_conversions_are_those_of_xla_bit_for_bit(source: DType) -> None:
     body = "\n".join(f"%{n} = stablehlo.convert %x : ({mlir_type(t)}) -> {mlir_type(r)}" for n, r in results.items())
     text = program(body, {"x": t}, results)
     x = sample(source, (64,))
+    if source is F4E2M1FN:  # whose 6 jaxlib 0.10 makes the largest integer, as if it were an infinity
+        x = x.astype(np.float32).clip(-4, 4).astype(x.dtype)
     for target, w, g in zip(TYPES, xla(text, x), run(load(text), x), strict=True):
         close(g, w, what=f"{source} to {target}")
 
@@ -103,9 +105,8 @@ def test_functions_of_chlo_are_those_of_xla() -> None:
 @pytest.mark.parametrize("count", [1, 7, 200])
 def test_constants_of_every_type_keep_their_bits(dtype: DType, count: int) -> None:
     values = sample(dtype, (count,), count)
-    jax_array = values if dtype.bits > 4 else None
     tensor = to_torch(values)
-    if jax_array is None:
+    if dtype.bits == 4 and dtype.is_integer:
         written = ", ".join(str(int(v)) for v in values)
         body = f"%r = stablehlo.constant dense<[{written}]> : {mlir_type(TensorType(dtype, (count,)))}"
     else:

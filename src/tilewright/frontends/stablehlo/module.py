@@ -10,7 +10,7 @@ from typing import Any, cast
 import numpy as np
 import torch
 
-from tilewright.dtype import BY_NAME, F16, F32, F64, OPAQUE, PRED, U8, DType
+from tilewright.dtype import BY_NAME, F4E2M1FN, F16, F32, F64, OPAQUE, PRED, U8, DType
 from tilewright.errors import InputError, UnsupportedError
 from tilewright.frontends.stablehlo import jaxlib
 from tilewright.ir.ops.functions import narrow_integer
@@ -20,7 +20,7 @@ from tilewright.ir.types import TensorType
 def _mlir_name(d: DType) -> str:
     if d.is_integer:
         return f"{'i' if d.is_signed else 'ui'}{d.bits}"
-    return "i1" if d is PRED else d.name[:2] + d.name[2:].upper() if d.name.startswith("f8") else d.name
+    return "i1" if d is PRED else d.name[:2] + d.name[2:].upper() if d.name.startswith(("f4", "f8")) else d.name
 
 
 DTYPES: dict[str, DType] = {_mlir_name(d): d for d in BY_NAME.values() if d is not OPAQUE}
@@ -146,6 +146,9 @@ def _from_bytes(data: bytearray, type: TensorType, where: str) -> torch.Tensor:
         raise InputError(f"a constant of type {type} has {len(data)} bytes of data", where=where, hint="print the module again")
     if not data:
         return torch.empty(type.shape, dtype=storage)
+    if type.dtype is F4E2M1FN:
+        values = np.frombuffer(data, type.dtype.to_numpy()).astype(np.float32)
+        return torch.from_numpy(values).to(storage).reshape(type.shape)
     raw = torch.frombuffer(data, dtype=torch.uint8)
     t = raw.view(_BITS[storage.itemsize]) if storage.itemsize > 1 else raw
     if type.dtype.bits == 4:
