@@ -143,15 +143,16 @@ def make_ready(layer: Linear, rows: Sequence[int], dtype: torch.dtype | None) ->
         layer(torch.zeros(count, layer.in_features, dtype=layer.usual(dtype), device=layer.packed.device))
 
 
-class Linear(torch.nn.Module):
+class Linear(torch.nn.Linear):
     """y = x @ weight^T + bias with a quantised weight, for x of any leading axes, in f16, bf16 or f32 (or in f64,
     as `torch.autograd.gradcheck` has it: slowly, by a product of the dequantised weight).
 
     Kernels are chosen by the number of rows when they first come, verified once for all layers of a shape, and kept; under
     `torch.compile` it is one operation, whatever the shape. A CUDA graph can be captured once the module has run with as many
     rows, or after `prepare`. Its buffers are the weight's tensors as `QuantizedWeight` has them: a state dict holds them and
-    the bias, and moves between devices. What kernels pack for themselves is made from them, and not saved. Conversions such
-    as `module.half()` touch the bias alone.
+    the bias, and under the name "weight" a text that says what they mean, whose shape no float layer takes. What kernels pack
+    for themselves is made from them, and not saved. Conversions such as `module.half()` touch the bias alone. To others it is a
+    `torch.nn.Linear`, whose weight is no parameter.
 
     Args:
         weight: the quantised weight.
@@ -193,7 +194,7 @@ class Linear(torch.nn.Module):
         threads: int | None = None,
         float_type: torch.dtype | None = None,
     ) -> None:
-        super().__init__()
+        torch.nn.Module.__init__(self)  # pyright: ignore[reportUnknownMemberType] - a float weight is never made
         self.threads = check(threads)
         check_type(weight, QuantizedWeight, "weight", "tilewright.pack(weight), or Linear.from_float(layer)")
         check_type(bias, (torch.Tensor, type(None)), "bias", f"a tensor [{weight.out_features}], or None")
@@ -255,7 +256,7 @@ class Linear(torch.nn.Module):
         return cls(weight, read.bias(layer), quantize_activations=eight)
 
     @property
-    def weight(self) -> LayerWeight:
+    def weight(self) -> LayerWeight:  # pyright: ignore[reportIncompatibleVariableOverride]
         """The weight, over the module's own memory; a tensor [out, in] to code that reads one."""
         sides = (self.zero_points, self.offsets, self.order, self.factor, self.divides)
         held = QuantizedWeight(dtype(self.code_type), self.packed, self.scales, self.in_features, self.group_size, *sides)
@@ -280,7 +281,7 @@ class Linear(torch.nn.Module):
             return
         super().__setattr__(name, value)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor) -> torch.Tensor:  # pyright: ignore[reportIncompatibleMethodOverride] - its name here
         """x [..., in] -> [..., out].
 
         Raises:
@@ -381,26 +382,35 @@ class Linear(torch.nn.Module):
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
-        """Load as torch does, but report a float weight, which is none of this module's."""
-        if f"{prefix}weight" in state_dict:
+        """Load as torch does, but report a "weight" that is a float one, or says that buffers mean something else."""
+        held = state_dict.get(f"{prefix}weight")
+        if held is None and strict:
+            missing_keys.append(f"{prefix}weight")
+        elif isinstance(held, torch.Tensor) and held.is_floating_point():
             error_msgs.append(f"{prefix}weight is a float weight: load it before tilewright.quantize_, or quantise it anew")
+        elif held is not None:
+            said = bytes(held.tolist()).decode(errors="replace")
+            if said != self._meaning():
+                raise InputError(
+                    f"the state dict holds {said}, this module {self._meaning()}",
+                    hint="quantise the model as the saved one was",
+                )
         super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
+        unexpected_keys[:] = [key for key in unexpected_keys if key != f"{prefix}weight"]
 
-    def get_extra_state(self) -> torch.Tensor:
-        """The meaning of the buffers as text in bytes, so that a state dict holds tensors alone."""
-        return torch.tensor(list(self._meaning().encode()), dtype=torch.uint8)
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        """Save the buffers, and under the name of a float weight a text that says what they mean, as bytes: a float layer that
+        is given this state dict finds a weight of another shape, where it would otherwise find none and keep its own."""
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        destination[f"{prefix}weight"] = torch.tensor(list(self._meaning().encode()), dtype=torch.uint8)
 
-    def set_extra_state(self, state: Any) -> None:
-        """Check that a state dict means the same by its buffers.
+    def reset_parameters(self) -> None:
+        """Refuse to start anew.
 
         Raises:
-            InputError: it holds other codes, groups or scales.
+            InputError: always, as codes are not drawn at random.
         """
-        said = bytes(state.tolist()).decode(errors="replace") if isinstance(state, torch.Tensor) else str(state)
-        if said != self._meaning():
-            raise InputError(
-                f"the state dict holds {said}, this module {self._meaning()}", hint="quantise the model as the saved one was"
-            )
+        raise InputError("a quantised layer is not drawn at random", hint="draw the float layer's weights, then quantise it")
 
     def _meaning(self) -> str:
         activations = ", activations in 8 bits" if self.quantize_activations else ""

@@ -210,6 +210,8 @@ def _linears(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module, str
     """Every place where one stands, a module in several places as often: its name, its owner, the owner's name for it."""
     owners = dict(model.named_modules(remove_duplicate=False))
     for name, module in owners.items():
+        if isinstance(module, Linear):
+            continue
         if isinstance(module, torch.nn.Linear) or (_kind(module) in TRANSPOSED and name):
             path, _, attribute = name.rpartition(".")
             yield name, owners[path], attribute, cast("torch.nn.Linear", module)
