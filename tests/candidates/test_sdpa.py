@@ -37,6 +37,15 @@ def test_every_form_is_right(shape, mask):
         assert check(problem, expect(problem, sources), results) is None, schedule
 
 
+@pytest.mark.parametrize("queries", [1, 4])
+def test_rows_that_see_nothing_have_equal_weights_where_the_graph_says_so(queries):
+    problem, plan, schedules = points((2, 4, 2, queries, 70, 16, 8), BF16, mask=(PRED, (2, 1, 1, 70)), equal_masked_rows=True)
+    sources = random_sources(problem)
+    sources[3] = torch.arange(70).reshape(1, 1, 1, 70) < torch.tensor([0, 30]).reshape(2, 1, 1, 1)
+    for schedule in schedules:
+        assert check(problem, expect(problem, sources), plan.build(schedule).prepare({})(sources)) is None, schedule
+
+
 def test_heads_of_one_query_are_what_the_library_is_given(monkeypatch):
     """With keys and values as they lie, not repeated."""
     given = []

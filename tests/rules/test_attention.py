@@ -304,6 +304,76 @@ def test_a_row_that_is_hidden_by_finite_numbers_stays_uniform():
         assert torch.allclose(b[0, :, 2], feeds["v"][0].mean(1), atol=1e-6)
 
 
+LEAST = -3.4028234663852886e38
+
+
+def drowned(keep: torch.Tensor, before: Graph, after: Graph) -> None:
+    """Both programs agree on a mask, and rows that see nothing have equal weights."""
+    generator = torch.Generator().manual_seed(0)
+    feeds = {n.op.label: torch.randn(n.shape, generator=generator) for n in before.inputs if n.dtype is F32}  # type: ignore[attr-defined]
+    (a,), (b,) = (evaluate(g, {**feeds, "keep": keep}) for g in (before, after))
+    assert torch.allclose(a, b, atol=1e-6) and not b.isnan().any()
+    blind = ~keep.any(-1, keepdim=True).expand(B, H, S, 1)
+    mean = feeds["v"].mean(-2, keepdim=True).expand(b.shape)
+    assert torch.allclose(torch.where(blind, b, mean), mean, atol=1e-6)
+
+
+@pytest.mark.parametrize("shape", [(T,), (S, T), (B, 1, 1, T), (B, H, S, T)])
+@pytest.mark.parametrize("kind", ["shown", "hidden", "placed", "reshaped"])
+def test_a_mask_that_drowns_scores_is_truth_values(shape: tuple[int, ...], kind: str):
+    keep, (q, k, v) = input_("keep", PRED, shape), qkv()
+    if kind == "placed":
+        out = Plain(lambda s: where(broadcast(keep, s.shape), op("multiply", s, 0.25), -1e30))(q, k, v)
+    else:
+        mask = where(op("not", keep), LEAST, const(0.0, F32)) if kind == "hidden" else where(keep, const(0.0, F32), LEAST)
+        if kind == "reshaped":
+            mask = reshape(where(reshape(keep, (keep.tensor.elements,)), const(0.0, F32), LEAST), shape)
+        out = Plain(lambda s: op("add", op("multiply", s, 0.25), mask))(q, k, v)
+    found = check(out)
+    assert attributes(found).equal_masked_rows and not attributes(found).zero_masked_rows
+    assert len(found.src) == 4 and found.src[3].dtype is PRED
+    seen = torch.rand(shape, generator=torch.Generator().manual_seed(1)) > 0.5
+    seen.reshape(-1, shape[-1])[0] = False
+    drowned(seen, graph_of(out), staged(graph_of(out), "recognise"))
+
+
+def test_padding_before_the_first_key_leaves_rows_of_a_causal_model_equal_weights_for_all_keys():
+    """As transformers masks a decoder: what is hidden by padding or causality has the least number added."""
+    keep, (q, k, v) = input_("keep", PRED, (B, 1, 1, T)), qkv()
+    mask = where(op("and", causal(S, T), keep), const(0.0, F32), LEAST)
+    out = Plain(lambda s: op("add", s, mask))(q, k, v)
+    found = check(out)
+    assert attributes(found) == replace(attributes(found), causal="upper", equal_masked_rows=True, scores=None)
+    assert found.src[3] is keep
+    seen = torch.ones(B, 1, 1, T, dtype=torch.bool)
+    seen[0, ..., :3] = seen[1, ..., 4:] = False
+    before, after = graph_of(out), staged(graph_of(out), "recognise")
+    feeds = {n: torch.randn(x.shape, generator=torch.Generator().manual_seed(2)) for n, x in zip("qkv", (q, k, v), strict=True)}
+    (a,), (b,) = (evaluate(g, {**feeds, "keep": seen}) for g in (before, after))
+    assert torch.allclose(a, b, atol=1e-6)
+    assert torch.allclose(b[0, :, :3], feeds["v"][0].mean(1, keepdim=True).expand(H, 3, V), atol=1e-6)
+
+
+@pytest.mark.parametrize("fill", [-1e4, -1e29, -math.inf, 1e30])
+def test_numbers_that_do_not_drown_or_are_no_numbers_are_not_equal_weights(fill: float):
+    keep, (q, k, v) = input_("keep", PRED, (B, 1, 1, T)), qkv()
+    mask = where(keep, const(0.0, F32), fill)
+    found = attention_of(staged(graph_of(Plain(lambda s: op("add", s, mask))(q, k, v)), "recognise"))
+    assert not attributes(found).equal_masked_rows
+    for on in (1.0, -1e31):
+        mask = where(keep, const(on, F32), LEAST)
+        found = attention_of(staged(graph_of(Plain(lambda s, mask=mask: op("add", s, mask))(q, k, v)), "recognise"))
+        assert not attributes(found).equal_masked_rows and found.src[3].dtype is F32
+
+
+def test_what_causality_hides_beside_a_mask_that_drowns_has_no_weight():
+    """A row that sees nothing has equal weights for those keys alone that causality leaves: no attention says so."""
+    keep, (q, k, v) = input_("keep", PRED, (B, 1, 1, T)), qkv()
+    mask = where(keep, const(0.0, F32), LEAST)
+    out = Plain(lambda s: where(causal(S, T), op("add", s, mask), -math.inf))(q, k, v)
+    assert not attributes(attention_of(staged(graph_of(out), "recognise"))).equal_masked_rows
+
+
 @pytest.mark.parametrize("shape", [(T,), (S, T), (1, 1, 1, T), (B, 1, S, T), (1, H, S, T), (B, H, S, T), (B, 1, S, 1)])
 @pytest.mark.parametrize("kind", ["keep", "hide", "add", "subtract"])
 def test_masks_of_every_shape(shape: tuple[int, ...], kind: str):

@@ -4,6 +4,7 @@ import pytest
 import torch
 from onnx_models import read
 from rule_checks import (
+    assert_close,
     assert_exact,
     assert_no_growth,
     assert_order_is_free,
@@ -19,7 +20,7 @@ from rule_checks import (
 )
 
 from tilewright.compiler import optimise
-from tilewright.dtype import BF16, F8E4M3FN, F8E4M3FNUZ, F8E5M2, F16, F32, S4, S8, S32, U4, U8
+from tilewright.dtype import BF16, F8E4M3FN, F8E4M3FNUZ, F8E5M2, F16, F32, PRED, S4, S8, S32, S64, U4, U8
 from tilewright.ir.build import broadcast, const, convert, input_, map_, reshape, slice_, swap_last, transpose
 from tilewright.ir.graph import Node, toposort
 from tilewright.ir.ops import Attention, Concat, Dequantize, LayerNorm, gemm
@@ -192,6 +193,17 @@ def test_attention_reads_what_is_stored():
     assert kinds(after) == ["attention"] and after.outputs[0].src == (q, k, v)
     assert_no_growth(before, after)
     assert_exact(before, after)
+
+
+@pytest.mark.parametrize("shape", [(2, 1, 1, 7), (7,), (1, 1, 5, 7)], ids=str)
+def test_a_mask_of_integers_that_is_one_row_for_all_queries_is_read_as_it_lies(shape):
+    q, k, v = (input_(n, F32, (2, 3, rows, 8)) for n, rows in (("q", 5), ("k", 7), ("v", 7)))
+    given = input_("mask", S64, shape)
+    before = graph_of(Node(Attention(0.3, zero_masked_rows=True), q, k, v, convert(given, PRED)))
+    after = optimise(before)
+    (found,) = (n for n in after.nodes() if isinstance(n.op, Attention))
+    assert (found.src[3] is given) == (shape[-2:-1] in ((), (1,)))
+    assert_close(before, after, 1e-5)
 
 
 def test_what_computes_is_no_prologue():

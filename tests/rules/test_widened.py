@@ -16,10 +16,10 @@ from tilewright.dtype import BF16, F8E4M3FN, F8E5M2, F16, F32, F64, S4, DType
 from tilewright.errors import InputError
 from tilewright.frontends import load
 from tilewright.ir.anchor import operands_of
-from tilewright.ir.build import const, convert, input_, map_, slice_, swap_last
+from tilewright.ir.build import const, convert, input_, map_, reshape, slice_, swap_last
 from tilewright.ir.evaluate import evaluate
 from tilewright.ir.graph import Graph, Node
-from tilewright.ir.ops import Attention, Gemm, gemm
+from tilewright.ir.ops import Attention, Gemm, Map, Quantize, gemm
 from tilewright.report.measure.accuracy import accuracy
 from tilewright.report.measure.inputs import make_feeds
 from tilewright.rules.calibrate import calibrate, quantize, scheme
@@ -108,6 +108,24 @@ def test_quantised_products_stay_quantised(bert: Graph) -> None:
     assert error(made, quantised) < 0.05
     operands = [o.dtype.name for n in optimise(made).nodes() if isinstance(n.op, Gemm) for o in operands_of(n)]
     assert operands == ["s8"] * 16
+
+
+@pytest.mark.parametrize("views", [False, True])
+def test_a_gelu_that_is_quantised_at_once_is_one_of_f16(views: bool) -> None:
+    x, w = input_("x", F32, (4, 32)), const(torch.randn(32, 16, generator=torch.Generator().manual_seed(0)), F32)
+
+    def graph(fn: str, *, other: bool = False) -> Graph:
+        value = map_(fn, gemm(x, w, out_dtype=F32))
+        code = Node(Quantize(F8E4M3FN), reshape(value, (2, 2, 16)) if views else value, const(0.02, F32))
+        outputs = (code, map_("abs", value)) if other else (code,)
+        return Graph("g", (x,), outputs, tuple("yz"[: len(outputs)]))
+
+    def types(graph: Graph, to: DType) -> set[DType]:
+        return {n.dtype for n in in_half(graph, to).nodes() if isinstance(n.op, Map) and n.op.fn.startswith("gelu")}
+
+    assert types(graph("gelu"), F16) == types(graph("gelu_tanh"), F16) == {F16}
+    assert types(graph("gelu"), BF16) == types(graph("gelu", other=True), F16) == {F32}
+    assert not types(graph("tanh"), F16)
 
 
 def test_a_weight_that_alone_is_quantised_is_dequantised_to_half(bert: Graph) -> None:

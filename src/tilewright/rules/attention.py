@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 from tilewright.dtype import F32, F64, DType
 from tilewright.ir.axes import Placed, axes_of, layout_of
-from tilewright.ir.build import const, convert, reshape
+from tilewright.ir.build import broadcast, const, convert, map_, reshape
 from tilewright.ir.constant import scalar_value, scaling
 from tilewright.ir.expression import Sources
 from tilewright.ir.graph import Node, toposort
-from tilewright.ir.ops import Acc, Attention, Convert, Dequantize, Gemm, Map, Param, Reduce, Select
+from tilewright.ir.ops import VIEWS, Acc, Attention, Convert, Dequantize, Gemm, Map, Param, Reduce, Select
 from tilewright.ir.pattern import Match, Pat, rule
 from tilewright.ir.shown import op_name
 from tilewright.ir.types import TensorType
-from tilewright.rules._attention_mask import DROWNS, HIDES, Masks, causality
+from tilewright.rules._attention_mask import DROWNS, HIDES, Masks, causality, sight
 from tilewright.rules._attention_parts import Operand, Slots, operand, slots
 from tilewright.rules._attention_path import Applied, Found, find
 from tilewright.rules._row_statistics import function_of
@@ -89,7 +90,38 @@ def causal_mask_is_causality(m: Match) -> Node | None:
     causal, left = causality(mask, q.shape[2], k.shape[2])
     if left is mask or "no" not in (op.causal, causal):
         return None
-    return Node(replace(op, causal=op.causal if causal == "no" else causal), q, k, v, *([] if left is None else [left]))
+    op = replace(op, causal=op.causal if causal == "no" else causal)
+    if left is None and (op.causal == "upper" or q.shape[2] <= k.shape[2]):
+        op = replace(op, equal_masked_rows=False)  # every row sees something
+    return Node(op, q, k, v, *([] if left is None else [left]))
+
+
+@rule(Pat(Attention, where=lambda n: len(n.src) == 4 and not n.op.regions()), stage="recognise")
+def mask_that_drowns_scores_is_truth_values(m: Match) -> Node | None:
+    """attention(q, k, v, select(p, 0, c)) -> attention(q, k, v, p) {equal_masked_rows}
+
+    As transformers masks, with the least number of the type: rows that see nothing have equal weights for all keys, for
+    the sum of c and a score is c. Where: c is finite and at most -1e30; the mask is no constant that a kernel knows as causal;
+    causality hides nothing beside it. Exact: yes, of finite scores; a hidden score that is NaN or infinite stays hidden.
+    """
+    op, (q, k, v, mask) = m.node.op, m.node.src
+    assert isinstance(op, Attention)
+    views: list[Node] = []
+    chosen = mask
+    while isinstance(chosen.op, VIEWS):
+        views.append(chosen)
+        chosen = chosen.src[0]
+    if op.causal != "no" or not isinstance(chosen.op, Select) or sight(mask, q.shape[2], k.shape[2]) != "other":
+        return None
+    on, off = (scalar_value(s) for s in chosen.src[1:])
+    pair = sorted((math.nan if x is None else x) for x in (on, off))
+    if not (-math.inf < pair[0] <= DROWNS and pair[1] == 0):
+        return None
+    shown = chosen.src[0] if on == 0 else map_("not", chosen.src[0])
+    shown = broadcast(shown, chosen.shape)
+    for view in reversed(views):
+        shown = Node(view.op, shown)
+    return Node(replace(op, zero_masked_rows=False, equal_masked_rows=True), q, k, v, shown)
 
 
 @rule(Pat(Attention, where=lambda n: not n.op.regions()), stage="recognise")

@@ -2,19 +2,22 @@
 
 Like quantising, this is a choice that feeds the rewrite rules, and not one of them. Where a value meets a product, an attention
 or a norm, `in_half` writes a cast to 16 bits and back, as a model file might have them, and the rules fold these casts. What
-lies between (bias, activation, residual, the sums inside) stays in f32, where kernels hold it anyhow.
+lies between (bias, activation, residual, the sums inside) stays in f32, where kernels hold it anyhow; but a gelu that is
+quantised at once is one of f16, as in a model of that type, which a GPU computes two at a time.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from tilewright.dtype import F32, DType, dtype
+from tilewright.dtype import F16, F32, DType, dtype
 from tilewright.errors import InputError
 from tilewright.ir.build import convert
+from tilewright.ir.expression import REDUCED_PRECISION_SAFE_TO_8_BITS
 from tilewright.ir.graph import Graph, Node
-from tilewright.ir.ops import VIEWS, Attention, Convert, Dequantize, Gemm, LayerNorm, Softmax
+from tilewright.ir.ops import VIEWS, Attention, Convert, Dequantize, Gemm, LayerNorm, Map, Quantize, Softmax
 from tilewright.ir.pattern import Rule, Trace, discover, rewrite
 
 RECOGNISED = ("accumulator", "canonical", "recognise")
@@ -45,11 +48,14 @@ def in_half(graph: Graph, to: DType) -> Graph:
     """
     graph = recognised(graph)
     rounded = {n for node in graph.nodes() for n in _met(node) if n.dtype is F32}
+    quantised = _quantised_at_once(graph) if to is F16 else set[Node]()
     origins = dict(graph.origins)
     settled: dict[Node, Node] = {}
     for node in graph.nodes():
         src = [settled[s] for s in node.src]
-        if node not in rounded:
+        if node in quantised:
+            made = convert(Node(node.op, *(convert(s, to) for s in src)), F32)
+        elif node not in rounded:
             made = _in_its_own_type(node, src)
         elif isinstance(node.op, Dequantize):
             made = convert(Node(replace(node.op, dtype=to), *src), F32)
@@ -71,6 +77,23 @@ def _met(node: Node) -> Iterator[Node]:
         yield from node.src[:3]
     elif isinstance(node.op, (LayerNorm, Softmax)):
         yield from (node.src[0], node)
+
+
+def _quantised_at_once(graph: Graph) -> set[Node]:
+    """The gelus of f32 that nothing reads but, through views, a quantisation to 8 bits."""
+    readers = Counter(s for n in graph.nodes() for s in {*n.src})
+    readers.update(graph.outputs)
+    found: set[Node] = set()
+    for n in graph.nodes():
+        if not isinstance(n.op, Quantize) or n.dtype.bits != 8:
+            continue
+        value = n.src[0]
+        while isinstance(value.op, VIEWS) and readers[value] == 1:
+            value = value.src[0]
+        known = isinstance(value.op, Map) and value.op.fn in REDUCED_PRECISION_SAFE_TO_8_BITS
+        if known and value.dtype is F32 and readers[value] == 1:
+            found.add(value)
+    return found
 
 
 def _dequantized(node: Node) -> Node | None:

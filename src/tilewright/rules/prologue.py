@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from tilewright.dtype import PRED
 from tilewright.ir.anchor import ANCHORS, operands_of, rebuilt, stores_of
 from tilewright.ir.expression import Sources
 from tilewright.ir.graph import Node, substitute, toposort
@@ -17,8 +18,9 @@ FEW_QUERIES = 64  # rows of a tile
 def read_operand_through_views_and_casts(m: Match) -> Node | None:
     """gemm(f(x), b) -> gemm(x, b) {lhs = f(param0)}, for f a view, a dequantisation or a widening cast; any operand.
 
-    Where: f is a reshape, transpose, slice or broadcast; a dequantize; or a convert from a type that takes no more bytes. The
-    kernel then reads what is stored, never a wider copy; a store that reads f(x) too reads it likewise, unless f is a slice.
+    Where: f is a reshape, transpose, slice or broadcast; a dequantize; a convert from a type that takes no more bytes; or one
+    from integers to the truth values of an attention's mask with one row for all queries. The kernel then reads what is stored,
+    never a wider copy; a store that reads f(x) too reads it likewise, unless f is a slice.
     Keys and values with more than one scale only where queries are few: every tile of queries would dequantise them again.
     Other readers of f(x) keep it. Exact: yes.
     """
@@ -29,7 +31,8 @@ def read_operand_through_views_and_casts(m: Match) -> Node | None:
         if not isinstance(leaf.op, Param):
             continue
         source = node.src[leaf.op.index]
-        if not readable(source) or (leaf in beside and isinstance(source.op, Slice)):
+        taken = readable(source) or _tells_what_is_seen(operands, leaf, source)
+        if not taken or (leaf in beside and isinstance(source.op, Slice)):
             continue  # a store that reads the same part would have to cut it out again
         if _dequantised_by_every_tile(node, operands, leaf, source):
             m.refuse("every tile of queries would dequantise its keys and values again")
@@ -38,6 +41,14 @@ def read_operand_through_views_and_casts(m: Match) -> Node | None:
         inner = {leaf: Node(source.op, *(sources.param(s) for s in source.src))}
         return rebuilt(node, substitute(operands, inner), substitute(stores, inner), sources.nodes)
     return None
+
+
+def _tells_what_is_seen(operands: Sequence[Node], leaf: Node, source: Node) -> bool:
+    """Tell whether a node makes truth values of integers, a few for each sequence, which say what keys an attention sees."""
+    if not isinstance(source.op, Convert) or source.dtype is not PRED or not source.src[0].dtype.is_integer:
+        return False
+    mask = operands[3:]
+    return leaf in toposort(mask) and leaf not in toposort(operands[:3]) and mask[0].shape[-2:-1] in ((), (1,))
 
 
 def _dequantised_by_every_tile(node: Node, operands: Sequence[Node], leaf: Node, source: Node) -> bool:

@@ -253,7 +253,7 @@ def _moved_rows(
     walk = q.square().sum(-1)[..., None] * squares[..., None, :] * (op.scale**2 / depth)
     often = math.sqrt(depth) * u * (plain.square() + walk).sqrt() + seen
     most, often = (torch.where(there, e, torch.zeros_like(e)).clamp(max=HOPELESS) for e in (most, often))
-    weights = torch.softmax(masked, -1).nan_to_num(0.0)
+    weights = op.softmax(masked).nan_to_num(0.0)
     # (weights * e^most) / sum(weights * e^-most) is the most that a weight can become.
     least = (weights * torch.exp(-most)).sum(-1, keepdim=True).clamp(min=torch.finfo(torch.float64).tiny)
     worst = (weights * (torch.exp(most) / least - 1)).clamp(min=0.0) @ values
@@ -280,7 +280,7 @@ def _flips(problem: AttentionProblem, params: Mapping[Node, torch.Tensor], opera
     scores = q @ k.transpose(-1, -2) * op.scale
     error = (depth + 2) * u * abs(op.scale) * (q.abs() @ k.abs().transpose(-1, -2))
     scores, jump, jumped = _jumps(op.scores, params, scores, error)
-    weights = torch.softmax(op.masked(scores, operands[3] if len(operands) == 4 else None), -1).nan_to_num(0.0)
+    weights = op.softmax(op.masked(scores, operands[3] if len(operands) == 4 else None)).nan_to_num(0.0)
     peak = weights.amax(-1, keepdim=True)
     moved = jump * peak * (jumped > 0)
     loose = weights * (ROUNDINGS * F32.epsilon + 2 * error.amax(-1, keepdim=True) + moved)

@@ -65,6 +65,17 @@ def test_rows_that_see_nothing_and_values_that_are_no_numbers():
         assert torch.equal(got.isnan(), wanted.isnan()) and torch.allclose(got, wanted, atol=1e-5, equal_nan=True)
 
 
+@pytest.mark.parametrize("causal", ["no", "upper", "lower"])
+def test_rows_that_see_nothing_have_equal_weights_where_the_graph_says_so(causal):
+    node = attention((2, 4, 2, 13, 33, 24, 40), mask=(PRED, (2, 1, 1, 33)), causal=causal, equal_masked_rows=True)
+    problem = problem_of(node)
+    sources = random_sources(problem)
+    sources[3] = torch.arange(33).reshape(1, 1, 1, 33) >= torch.tensor([40, 9]).reshape(2, 1, 1, 1)
+    assert examine(problem, expect(problem, sources), runner(problem), sources) is None
+    (got,) = runner(problem)(sources)
+    assert torch.allclose(got[0], sources[2][0].mean(1).repeat_interleave(2, 0)[:, None].expand(got[0].shape), atol=1e-5)
+
+
 def test_a_quantised_attention_rounds_where_the_graph_rounds():
     node = quantised((2, 3, 1, 20, 37, 16, 24))
     sources = [

@@ -107,6 +107,15 @@ def test_a_length_hides_whole_parts_or_all_of_them(zero, hidden):
     torch.testing.assert_close(got.float(), wanted, rtol=3e-3, atol=3e-3, equal_nan=True)
 
 
+@pytest.mark.parametrize("hidden", [range(32, 96), range(96)], ids=str)
+def test_of_rows_that_see_nothing_weights_may_be_equal(hidden):
+    node = attention((1, 4, 2, 1, 96, 16, 16), F16, mask=(PRED, (1, 1, 1, 96)), equal_masked_rows=True)
+    sources = random_sources(problem_of(node))
+    sources[3] = torch.ones(1, 1, 1, 96, dtype=torch.bool)
+    sources[3][..., list(hidden)] = False
+    right(node, tile(3), sources)
+
+
 @pytest.mark.parametrize("what", [math.inf, -math.inf, math.nan])
 @pytest.mark.parametrize("of", ["q", "k", "v"])
 def test_what_is_no_number_stays_where_the_oracle_has_it(what, of):

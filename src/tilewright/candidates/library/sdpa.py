@@ -38,7 +38,7 @@ def _build(problem: AttentionProblem, schedule: Schedule) -> Kernel:
             mask = side(operands_of(node)[3], weights, lambda t: t if as_mask is None else t.to(as_mask))
 
         def run(sources: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-            visible, query = None if mask is None else mask(sources), q(sources)
+            visible, query, values = None if mask is None else mask(sources), q(sources), v(sources)
             if as_heads:
                 query = query.reshape(batch, heads * queries, 1, -1)
                 if visible is not None:
@@ -47,7 +47,7 @@ def _build(problem: AttentionProblem, schedule: Schedule) -> Kernel:
                 product = torch.nn.functional.scaled_dot_product_attention(
                     query,
                     k(sources),
-                    v(sources),
+                    values,
                     attn_mask=visible,
                     is_causal=op.causal != "no",
                     scale=op.scale,
@@ -56,7 +56,11 @@ def _build(problem: AttentionProblem, schedule: Schedule) -> Kernel:
             if visible is not None:
                 # What a row that sees no key gives depends on the kernel the library picks: say it ourselves.
                 sees = visible if visible.dtype == torch.bool else visible != float("-inf")
-                product = torch.where(sees.any(-1, keepdim=True), product, fully_masked)
+                blind: float | torch.Tensor = fully_masked
+                if op.equal_masked_rows:
+                    mean = values.mean(-2, keepdim=True, dtype=torch.float32).to(result)
+                    blind = mean.repeat_interleave(product.shape[1] // key_heads, 1)
+                product = torch.where(sees.any(-1, keepdim=True), product, blind)
             return finish(product.reshape(batch, heads, queries, -1), sources)
 
         return run

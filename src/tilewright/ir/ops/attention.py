@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from tilewright.ir.graph import Value
 
 Causal = Literal["no", "upper", "lower"]
+# In the place of a score that is hidden: below every score, and equal weights are what a row of nothing else has.
+DROWNED = -(2.0**100)
 
 
 def causal_shift(causal: Causal, queries: int, keys: int) -> int:
@@ -34,7 +36,8 @@ class Attention(Op):
 
     Hk divides Hq (grouped queries). The mask broadcasts to [B, Hq, S, T]: pred keeps where true, a float is added. `causal`
     "upper" lets query i see keys 0…i, "lower" keys 0…i + T - S. A row that may see nothing gives 0 when
-    `zero_masked_rows`, else NaN. Computed in f32 (f64 for f64); the result has q's type.
+    `zero_masked_rows`, has equal weights for all keys when `equal_masked_rows` (as the least number of the type in the place of
+    hidden scores makes them), and else gives NaN. Computed in f32 (f64 for f64); the result has q's type.
     Source: Vaswani et al. 2017 (arXiv 1706.03762).
 
     Attributes:
@@ -51,6 +54,7 @@ class Attention(Op):
     scores: Node | None = None
     weights: Node | None = None
     stores: tuple[Node, ...] = ()
+    equal_masked_rows: bool = False
 
     def regions(self) -> dict[str, tuple[Node, ...]]:
         """The expressions by attribute name, those that are absent as ()."""
@@ -117,9 +121,7 @@ class Attention(Op):
         if self.scores is not None:
             scores = self._region((self.scores,), src, scores)[0].to(compute)
         scores = self.masked(scores, operands[3] if len(operands) == 4 else None)
-        weights = torch.softmax(scores, -1)
-        if self.zero_masked_rows:
-            weights = weights.masked_fill((scores == float("-inf")).all(-1, keepdim=True), 0.0)
+        weights = self.softmax(scores)
         if self.weights is not None:
             weights = self._region((self.weights,), src, weights)[0].to(compute)
         product = to_float(weights @ v, result.dtype)
@@ -140,6 +142,19 @@ class Attention(Op):
             last = last + causal_shift(self.causal, s if queries is None else queries, t)
             scores = scores.masked_fill(torch.arange(t, device=scores.device) > last, float("-inf"))
         return scores
+
+    def softmax(self, scores: torch.Tensor) -> torch.Tensor:
+        """Weights of masked scores [B, Hq, S, T]: those of rows that see nothing are as the attributes say."""
+        weights = torch.softmax(scores, -1)
+        if self.zero_masked_rows or self.equal_masked_rows:
+            share = 1 / max(scores.shape[-1], 1) if self.equal_masked_rows else 0.0
+            weights = weights.masked_fill((scores == float("-inf")).all(-1, keepdim=True), share)
+        return weights
+
+    @property
+    def hidden(self) -> float:
+        """What kernels put in the place of a score that is hidden."""
+        return DROWNED if self.equal_masked_rows else float("-inf")
 
     def _region(
         self,

@@ -6,13 +6,14 @@ from dataclasses import replace
 import pytest
 import torch
 from attentions import attention
-from ptx import H200, emulate
+from ptx import H200, emulate, emulating
+from ptx.machine import How
 from spills import most_spilled
 
 from tests.candidates.triton.test_attention import bert, flash
 from tests.candidates.triton.test_normalization import gpu
-from tilewright.dtype import BF16, F8E4M3FN, F16, F32, PRED, S8
-from tilewright.ir.build import const, input_, map_, reshape, transpose
+from tilewright.dtype import BF16, F8E4M3FN, F16, F32, PRED, S8, S64
+from tilewright.ir.build import const, convert, input_, map_, reshape, transpose
 from tilewright.ir.graph import Node
 from tilewright.ir.ops import Acc, Attention, Dequantize, Param, Quantize
 from tilewright.ir.types import TensorType
@@ -26,6 +27,8 @@ from tilewright.candidates.triton.hopper.attention.candidate import points, regi
 from tilewright.candidates.triton.hopper.attention.kernel import TileConfig, config_of, padded
 from tilewright.candidates.triton.runtime.module import assembly, needs
 from tilewright.schedule.candidate import Schedule, plan_for, refusal
+from tilewright.schedule.expected import check, expect
+from tilewright.schedule.sample import random_sources
 
 TWO_BLOCKS = (228 << 10) // 2 - 1024  # bytes of shared memory that a block may have where two share a multiprocessor
 
@@ -228,3 +231,76 @@ def test_chunks_that_an_added_mask_leaves_alone_are_not_masked():
         (given,) = emulate(hopper_attention.CANDIDATE, p, s, [q, k, v, mask])
         torch.testing.assert_close(given.float(), wanted, rtol=2e-3, atol=2e-3)
     assert {s["overlapped"] for s in ring} == {False, True}
+
+
+def equal_rows(causal, tokens=(200, 300), extents=(3, 1, 1, 300), group=1):
+    """Of three batches one sees its first keys, one no key, and one its last keys; a problem and its sources."""
+    queries, keys = tokens
+    shape = (3, 2, group, queries, keys, 64, 64)
+    p = problem_of(attention(shape, F16, mask=(PRED, extents), causal=causal, equal_masked_rows=True))
+    shown = torch.zeros(3, 1, 1, keys, dtype=torch.bool)
+    shown[0, ..., : keys * 2 // 5] = shown[2, ..., 70:] = True
+    sources = random_sources(p)
+    sources[3] = shown.expand(extents).clone()
+    return p, sources
+
+
+@pytest.mark.thin(3)
+@pytest.mark.parametrize(
+    ("candidate", "causal", "point"),
+    [
+        (hopper_attention.CANDIDATE, "no", TileConfig("flash", None, None, 4, 3, pingpong=True, overlapped=False)),
+        (hopper_attention.CANDIDATE, "upper", TileConfig("flash", None, None, 2, 2, pingpong=True, overlapped=True)),
+        (hopper_attention.CANDIDATE, "lower", TileConfig("flash", None, None, 3, 2, pingpong=False, overlapped=False)),
+        (hopper_attention.CANDIDATE, "no", TileConfig("persistent", ones=True)),
+        (hopper_attention.CANDIDATE, "no", TileConfig("whole_rows", 2, ones=False)),
+        (TRITON, "no", None),
+        (TRITON, "upper", None),
+    ],
+    ids=["three groups", "overlapped, upper", "lower", "persistent", "whole rows", "plain", "plain, upper"],
+)
+def test_rows_that_see_nothing_have_equal_weights_where_the_graph_says_so(candidate, causal, point):
+    p, sources = equal_rows(causal)
+    schedule = next(iter(plan_for(candidate, p, H200).schedules())) if point is None else Schedule.of_point(point)
+    results = emulate(candidate, p, schedule, sources, fenced_copies=candidate is not TRITON)
+    assert check(p, expect(p, sources), results) is None
+    if causal != "lower":  # which counts places from the last key
+        mean = sources[2][2].float().mean(1, keepdim=True).expand(2, 70, 64)
+        assert causal == "no" or torch.allclose(results[0][2, :, :70].float(), mean, atol=2e-3)
+        assert torch.allclose(results[0][1].float(), sources[2][1].float().mean(1, keepdim=True).expand(2, 200, 64), atol=2e-3)
+
+
+def test_a_mask_of_each_query_may_leave_rows_equal_weights():
+    p, sources = equal_rows("no", extents=(3, 1, 200, 300))
+    sources[3][2, :, 5] = False
+    for s in (TileConfig("whole_rows", 2, ones=True), TileConfig("persistent", ones=True)):
+        results = emulate(hopper_attention.CANDIDATE, p, Schedule.of_point(s), sources)
+        assert check(p, expect(p, sources), results) is None
+
+
+def test_kernels_that_leave_out_what_causality_hides_are_not_offered_where_it_may_have_weight():
+    p, _ = equal_rows("upper")
+    assert {s["kernel"] for s in plan_for(hopper_attention.CANDIDATE, p, H200).schedules()} == {"flash"}
+    p, _ = equal_rows("upper", extents=(3, 1, 200, 300))
+    why = "rows that see nothing have equal weights, for keys that causality hides, too"
+    assert refusal(hopper_attention.CANDIDATE, p, gpu()) == why
+
+
+@pytest.mark.thin(2)
+@pytest.mark.parametrize("causal", ["no", "upper"])
+@pytest.mark.parametrize("how", [{"seed": 1}, {"late": True}], ids=str)
+def test_blocks_take_items_of_unequal_length_as_they_come_to_them(causal, how):
+    """Two blocks share nine parts of queries of three sequences, whose keys a mask of integers shows."""
+    src = [input_(n, F16, (3, 1, t, 64)) for n, t in (("q", 350), ("k", 300), ("v", 300))] + [input_("m", S64, (3, 300))]
+    q, k, v, m = (Node(Param(i, s.tensor)) for i, s in enumerate(src))
+    node = Node(Attention(0.125, causal, True, (q, k, v, reshape(convert(m, PRED), (3, 1, 1, 300)))), *src)
+    p = problem_of(node)
+    sources = random_sources(p)
+    sources[3] = (torch.arange(300) < torch.tensor([[120], [0], [290]])).long()
+    plan = plan_for(hopper_attention.CANDIDATE, p, replace(H200, cores=2))
+    (tile,) = (t for t in plan.tiles if t.on_demand)
+    schedule = Schedule.of_point(replace(tile, num_stages=3, groups=2))
+    with emulating(How(**how)):
+        call = plan.build(schedule).prepare({})
+        for _ in range(2):  # the counter is zero again
+            assert check(p, expect(p, sources), call(sources)) is None

@@ -69,6 +69,7 @@ def attention_nest(problem: AttentionProblem, target: Target) -> AttentionNest:
         op.scale,
         op.causal,
         op.zero_masked_rows,
+        op.hidden,
         seen,
         None if op.scores is None else of_store(op.scores),
         None if op.weights is None else of_store(op.weights),

@@ -35,6 +35,7 @@ class AttentionNest:
         batch, heads, shared: B, Hq, and queries' heads a key's head serves.
         scores: the product of queries (lhs) and keys (rhs, K contiguous), a matrix a key head; its `rows` are S.
         output: the product of weights and values (rhs, N contiguous); its stores are the results.
+        hidden: what is put in the place of a score that is hidden.
         mask: over queries by keys, pred or float.
         on_scores, on_weights: what happens to the scaled scores, and to the softmax.
         result: the type of the attention's own result, before its stores.
@@ -48,6 +49,7 @@ class AttentionNest:
     scale: float
     causal: Causal
     zero_masked_rows: bool
+    hidden: float
     mask: Access | None
     on_scores: Access | None
     on_weights: Access | None
@@ -228,12 +230,12 @@ class AttentionWriter(GemmWriter):
                     seen = vectors(h.mask, column, mask)
                     given = seen.row(row)
                     if h.mask.root.dtype is PRED:
-                        value = chosen(given, value, -math.inf)
+                        value = chosen(given, value, h.hidden)
                     else:
                         value = (b.named(value, F32) + b.named(seen.convert(given, h.mask.root.dtype, F32), F32)).name
                 if h.causal != "no":
                     last = f.add(query, causal_shift(h.causal, s.M, h.keys))
-                    value = chosen(f.first_lanes(lanes, f.add(f.sub(last, column), 1)), value, -math.inf)
+                    value = chosen(f.first_lanes(lanes, f.add(f.sub(last, column), 1)), value, h.hidden)
                 return value if mask is None else chosen(mask, value, -math.inf)
 
             def panels(body: Callable[[str, Int, str | None, str], str], carried: str) -> str:

@@ -33,7 +33,7 @@ def attention(factors, side, config, load_q, load_k, load_v, score, store, round
     _, rows, row_mask = queries_of(head, tile, config)
     q = load_q(rows, row_mask, config.queries % config.tile_m > 0, side)
     end = config.keys
-    if config.causal:
+    if config.causal and not config.equal_rows:
         end = tl.minimum((tile + 1) * config.tile_m + config.shift, config.keys)
     if config.scores == "online":
         acc = online(q, end, head, tile, factors, side, config, load_k, load_v, score)
@@ -134,7 +134,7 @@ def nothing_seen(config):
 
 @triton.jit
 def scores_of(q, start, ragged: tl.constexpr, head, tile, side, config, load_k, score):
-    """Scores of a tile of keys; minus infinity where a query does not see a key."""
+    """Scores of a tile of keys; minus infinity where there is no key, `hidden` where a query does not see one."""
     m, rows, row_mask = queries_of(head, tile, config)
     keys, key_rows, key_mask = keys_of(head, start, config)
     k = load_k(key_rows, key_mask, ragged, side)
@@ -143,7 +143,7 @@ def scores_of(q, start, ragged: tl.constexpr, head, tile, side, config, load_k, 
     if config.causal:
         if config.group > 1:
             m = m % (config.queries // config.group)
-        x = tl.where(m[:, None] + config.shift >= keys[None, :], x, HIDDEN)
+        x = tl.where(m[:, None] + config.shift >= keys[None, :], x, config.hidden)
     if ragged:
         x = tl.where(key_mask[None, :], x, HIDDEN)
     return x

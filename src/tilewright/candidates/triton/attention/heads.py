@@ -71,7 +71,7 @@ class Heads:
         q, k, v: the operands.
         mma_dtype: the type in which both products are done: f16 or bf16, or f32. Codes are multiplied as they are.
         scale: factor of the scores, codes' scales included.
-        causal, zero_masked_rows: see `Attention`.
+        causal, zero_masked_rows, equal_masked_rows, hidden: see `Attention`.
         mask: over rows of queries by keys, pred or float.
         on_scores, on_weights: an expression or a rounding of the scaled scores, and of the softmax.
         result: type of the attention's own result, before its stores.
@@ -92,6 +92,8 @@ class Heads:
     scale: float
     causal: Causal
     zero_masked_rows: bool
+    equal_masked_rows: bool
+    hidden: float
     mask: Access | None
     on_scores: Access | Rounded | None
     on_weights: Access | Rounded | None
@@ -153,6 +155,8 @@ def heads_of(problem: AttentionProblem, fp8: frozenset[str]) -> Heads:
         scale=scale,
         causal=op.causal,
         zero_masked_rows=op.zero_masked_rows,
+        equal_masked_rows=op.equal_masked_rows,
+        hidden=op.hidden,
         mask=of_operand(broadcast(mask[0], (batch, heads, queries, keys)), columns_last=True) if mask else None,
         on_scores=None if op.scores is None else _rounded(op.scores, fp8, integers=whole),
         on_weights=on_weights,

@@ -15,6 +15,7 @@ from tilewright.candidates.triton.runtime.module import Function, instance
 from tilewright.dtype import F16, F32, PRED
 from tilewright.ir.graph import toposort
 from tilewright.ir.ops import Param
+from tilewright.ir.ops.attention import DROWNED
 from tilewright.lowering.access import Access
 
 KERNEL = "tilewright.candidates.triton.attention._kernel.attention"
@@ -66,8 +67,14 @@ class KernelConfig(TileConfig):
     as_left: bool  # nothing but a scale is done to scores, which stay as the product left them
     masks_rows: bool  # a row may be fully masked, and gets zeros then if `zero_rows`
     zero_rows: bool
+    equal_rows: bool  # its weights are equal then, over all keys
     rounds_weights: bool  # an expression is applied to the weights
     copies_queries: bool  # they are multiplied as they lie in memory
+
+    @property
+    def hidden(self) -> float:
+        """What is put in the place of a score that is hidden."""
+        return DROWNED if self.equal_rows else -math.inf
 
     @property
     def tiles(self) -> int:
@@ -193,6 +200,7 @@ class _Generated:
             as_left=self.as_left,
             masks_rows=masks_rows or (point.split_kv or 1) > 1,  # a part of the keys may be hidden, or have none
             zero_rows=h.zero_masked_rows and masks_rows,
+            equal_rows=h.equal_masked_rows,
             rounds_weights=h.on_weights is not None,
             copies_queries=h.q.dtype is h.mma_dtype and h.q.reads_nothing_as_zero,
         )
@@ -248,7 +256,7 @@ class _Generated:
                 if mask is not None and not hides:
                     score = t.v(f"{score} + {mask}")
             if mask is not None and hides:
-                score = t.call("where", mask, score, "float('-inf')")
+                score = t.call("where", mask, score, "float('-inf')" if math.isinf(h.hidden) else repr(h.hidden))
             t.do(f"return {score}")
         return ("x", "head", "rows", "row_mask", "keys", "key_mask", "ragged: tl.constexpr", "side"), t
 

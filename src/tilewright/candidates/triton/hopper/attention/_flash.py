@@ -39,9 +39,6 @@ from tilewright.candidates.triton.hopper.attention._parts import (
 )
 from tilewright.candidates.triton.runtime._gluon import barrier
 
-SCANNED = gl.constexpr(512)  # places of a mask that are read at once
-
-
 # -- rows of scores
 
 
@@ -83,57 +80,123 @@ def chunks_of(part, config):
 
 
 @gluon.jit
-def last_chunk(head, count, side, config, mask):
-    """Chunks up to the last key that a mask shows: those after it are left out."""
-    layout: gl.constexpr = gl.BlockedLayout([1, SCANNED // 32], [1, 32], [1, 1], [1, 0])
-    last = 0
-    for start in gl.static_range(0, config.keys, SCANNED):
-        keys = start + gl.arange(0, SCANNED, gl.SliceLayout(0, layout))
-        shown = mask(head, gl.arange(0, 1, gl.SliceLayout(1, layout)), keys, start + SCANNED > config.keys, side)
-        last = gl.maximum(last, gl.max(gl.max(gl.where(shown, keys[None, :], 0), 1), 0))
-    return gl.minimum(count, last // CHUNK + 1)
+def shown_keys(head, chunk, side, config, mask):
+    """The keys of a chunk, and which of them a mask shows, as a row."""
+    layout: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [1, 1], [1, 0])
+    keys = chunk * CHUNK + gl.arange(0, CHUNK, gl.SliceLayout(0, layout))
+    return keys[None, :], mask(head, gl.arange(0, 1, gl.SliceLayout(1, layout)), keys, config.keys % CHUNK > 0, side)
 
 
 @gluon.jit
-def producer(k_desc, v_desc, k_ring, v_ring, counts, side, config, k_at, v_at, mask):
-    """Bring the keys and values of every item of this block, last chunk first, and beside the keys their padding mask, worked
-    out here; in `counts`, how many chunks there are where such a mask hides the last ones."""
+def chunks_with_weight(head, part, count, side, config, mask):
+    """Chunks up to the last key that a mask shows: those after it are left out. All, where rows of this part may see nothing
+    and have equal weights then."""
+    if config.equal_rows:
+        chunk = 0
+        first = config.keys
+        while (chunk < config.chunks) & (first == config.keys):
+            keys, shown = shown_keys(head, chunk, side, config, mask)
+            first = gl.min(gl.min(gl.where(shown, keys, config.keys), 1), 0)
+            chunk += 1
+    some = 0
+    while (count > 1) & (some == 0):
+        keys, shown = shown_keys(head, count - 1, side, config, mask)
+        some = gl.max(gl.max(shown.to(gl.int32), 1), 0)
+        count = count - 1 + some
+    if config.equal_rows:
+        seen = config.keys - 1  # of the first row
+        if config.causal:
+            seen = part * (config.groups * ROWS) + config.shift
+        count = gl.where(first > seen, config.chunks, count)
+    return count
+
+
+@gluon.jit
+def announce(counts, step, item, count):
+    """The producer tells the consumers which item comes next, and how many chunks of keys it has."""
     one: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    slot = counts.state(step)
+    counts.acquire(slot)
+    counts.buffers[0].index(slot.stage).store(gl.zeros([1], gl.int32, one) + item)
+    counts.buffers[1].index(slot.stage).store(gl.zeros([1], gl.int32, one) + count)
+    counts.commit(slot)
+
+
+@gluon.jit
+def announced(counts, step):
+    """What a consumer is told: an item, past the last one at the end, and how many chunks of keys it has."""
+    one: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    slot = counts.state(step)
+    counts.wait(slot)
+    item = gl.max(counts.buffers[0].index(slot.stage).load(one), 0)
+    count = gl.max(counts.buffers[1].index(slot.stage).load(one), 0)
+    counts.release(slot)
+    return item, count
+
+
+@gluon.jit
+def next_item(item, taken, config):
+    """The item after one: the next in turn, or the next that no block has taken. Who counts last leaves the counter at zero."""
+    if config.on_demand:
+        n = gl.atomic_add(taken, 1, sem="relaxed", scope="gpu")
+        if n == config.items - 1:
+            gl.store(taken, 0)
+        return n + gl.num_programs(0)
+    else:
+        return item + gl.num_programs(0)
+
+
+@gluon.jit
+def producer(k_desc, v_desc, k_ring, v_ring, counts, taken, side, config, k_at, v_at, mask):
+    """Bring the keys and values of every item of this block, last chunk first, and beside the keys their padding mask, worked
+    out here. Where such a mask hides the last chunks, `counts` tells how many there are, and which item comes next."""
     step = 0
-    done = 0
-    for item in range(gl.program_id(0), config.items, gl.num_programs(0)):
-        head, part = locate(item, config)
-        count = chunks_of(part, config)
-        if config.hides:
-            count = last_chunk(head, count, side, config, mask)
-            slot = counts.state(done)
-            counts.acquire(slot)
-            counts.buffers[0].index(slot.stage).store(gl.zeros([1], gl.int32, one) + count)
-            counts.commit(slot)
+    if config.hides:
+        done = 0
+        item = gl.program_id(0)
+        while item < config.items:
+            head, part = locate(item, config)
+            count = chunks_with_weight(head, part, chunks_of(part, config), side, config, mask)
+            announce(counts, done, item, count)
+            step = load_item(head, count, step, k_desc, v_desc, k_ring, v_ring, side, config, k_at, v_at, mask)
             done += 1
-        key_head = head // config.shared
-        for j in range(count):
-            pipe_write = k_ring.state(step)
-            key = (count - 1 - j) * CHUNK
-            if config.key_padding_mask:
-                hidden = mask_of_keys(head, key, CHUNK, config.keys % CHUNK > 0, side, config, mask)
+            item = next_item(item, taken, config)
+        announce(counts, done, item, 0)
+    else:
+        for item in range(gl.program_id(0), config.items, gl.num_programs(0)):
+            head, part = locate(item, config)
+            count = chunks_of(part, config)
+            step = load_item(head, count, step, k_desc, v_desc, k_ring, v_ring, side, config, k_at, v_at, mask)
 
-            k_ring.acquire(pipe_write)
-            k_ring.expect(pipe_write, CHUNK * config.depth * k_desc.dtype.primitive_bitwidth // 8)
-            k_ring.load(pipe_write, k_desc, k_at(key_head, key), k_ring.buffers[0].index(pipe_write.stage))
-            if config.key_padding_mask:
-                k_ring.buffers[1].index(pipe_write.stage).store(hidden)
-                if config.hides:
-                    shows_all = (gl.min(hidden, 0) > 0).to(gl.int32)
-                else:
-                    shows_all = (gl.max(gl.abs(hidden), 0) == 0).to(gl.int32)
-                k_ring.buffers[2].index(pipe_write.stage).store(gl.zeros([1], gl.int32, one) + shows_all)
-                k_ring.commit(pipe_write)
 
-            v_ring.acquire(pipe_write)
-            v_ring.expect(pipe_write, CHUNK * config.width * v_desc.dtype.primitive_bitwidth // 8)
-            v_ring.load(pipe_write, v_desc, v_at(key_head, key), v_ring.buffers[0].index(pipe_write.stage))
-            step += 1
+@gluon.jit
+def load_item(head, count, step, k_desc, v_desc, k_ring, v_ring, side, config, k_at, v_at, mask):
+    """Bring an item's keys, their mask and its values; the step of the rings after them."""
+    one: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    key_head = head // config.shared
+    for j in range(count):
+        pipe_write = k_ring.state(step)
+        key = (count - 1 - j) * CHUNK
+        if config.key_padding_mask:
+            hidden = mask_of_keys(head, key, CHUNK, config.keys % CHUNK > 0, side, config, mask)
+
+        k_ring.acquire(pipe_write)
+        k_ring.expect(pipe_write, CHUNK * config.depth * k_desc.dtype.primitive_bitwidth // 8)
+        k_ring.load(pipe_write, k_desc, k_at(key_head, key), k_ring.buffers[0].index(pipe_write.stage))
+        if config.key_padding_mask:
+            k_ring.buffers[1].index(pipe_write.stage).store(hidden)
+            if config.hides:
+                shows_all = (gl.min(hidden, 0) > 0).to(gl.int32)
+            else:
+                shows_all = (gl.max(gl.abs(hidden), 0) == 0).to(gl.int32)
+            k_ring.buffers[2].index(pipe_write.stage).store(gl.zeros([1], gl.int32, one) + shows_all)
+            k_ring.commit(pipe_write)
+
+        v_ring.acquire(pipe_write)
+        v_ring.expect(pipe_write, CHUNK * config.width * v_desc.dtype.primitive_bitwidth // 8)
+        v_ring.load(pipe_write, v_desc, v_at(key_head, key), v_ring.buffers[0].index(pipe_write.stage))
+        step += 1
+    return step
 
 
 # -- the warpgroups that multiply
@@ -203,115 +266,135 @@ def chunk_weights(scores, base, shows_all, scales, config):
 
 @gluon.jit
 def apply_causal(scores, tile, chunk, config, first: gl.constexpr):
-    """Minus infinity where there is no key, which is in a head's last chunk, the first; and where causality hides one."""
+    """Minus infinity where there is no key, which is in a head's last chunk, the first; `hidden` where causality hides one."""
     layout: gl.constexpr = scores.type.layout
-    if first and config.keys % CHUNK > 0 and chunk == config.keys // CHUNK:
-        place = gl.arange(0, CHUNK, gl.SliceLayout(0, layout))
-        scores = gl.where((place < config.keys % CHUNK)[None, :], scores, HIDDEN)
     if config.causal and tile * ROWS + config.shift < chunk * CHUNK + (CHUNK - 1):
         row = tile * ROWS + config.shift + gl.arange(0, ROWS, gl.SliceLayout(1, layout))
         place = gl.arange(0, CHUNK, gl.SliceLayout(0, layout))
-        scores = gl.where(row[:, None] >= (chunk * CHUNK + place)[None, :], scores, HIDDEN)
+        scores = gl.where(row[:, None] >= (chunk * CHUNK + place)[None, :], scores, config.hidden)
+    if first and config.keys % CHUNK > 0 and chunk == config.keys // CHUNK:
+        place = gl.arange(0, CHUNK, gl.SliceLayout(0, layout))
+        scores = gl.where((place < config.keys % CHUNK)[None, :], scores, HIDDEN)
     return scores
 
 
 @gluon.jit
 def consumer(group, rings, counts, pingpong, scales, side, config, q_at, epilogue):
-    """Multiply a tile of each item, 64 queries, by its keys and values, and hand the result to the epilogue. The softmax is
-    carried along: `row_max` and `row_sum` are those of the chunks so far, `alpha` brings earlier weights to a new maximum.
-    `rings` are the operands and their barriers."""
+    """Work at a tile of each item, 64 queries. `rings` are the operands and their barriers."""
+    q_desc, q, q_full, _k_ring, _v_ring = rings
+    step = 0
+    q_phase = 0
+    pingpong_phase = 1 if group == 0 else 0
+    load_tile(group, gl.program_id(0), q_desc, q, q_full, config, q_at)
+    if config.hides:
+        item, count = announced(counts, 0)
+        done = 1
+        while item < config.items:
+            step, q_phase, pingpong_phase, item, count = attend(
+                group, item, count, done, step, q_phase, pingpong_phase, rings, counts, pingpong, scales, side, config, q_at,
+                epilogue,
+            )  # fmt: skip
+            done += 1
+    else:
+        for item in range(gl.program_id(0), config.items, gl.num_programs(0)):
+            _head, part = locate(item, config)
+            step, q_phase, pingpong_phase, _following, _count = attend(
+                group, item, chunks_of(part, config), 0, step, q_phase, pingpong_phase, rings, counts, pingpong, scales, side,
+                config, q_at, epilogue,
+            )  # fmt: skip
+
+
+@gluon.jit
+def attend(
+    group, item, count, done, step, q_phase, pingpong_phase, rings, counts, pingpong, scales, side, config, q_at, epilogue
+):  # fmt: skip
+    """Multiply a tile of an item by its keys and values, and hand the result to the epilogue; steps and phases after it, the
+    next item and its number of chunks. The softmax is carried along: `row_max` and `row_sum` are those of the chunks so far,
+    `alpha` brings earlier weights to a new maximum."""
     q_desc, q, q_full, k_ring, v_ring = rings
     out: gl.constexpr = fragment(config.width, v_ring.buffers[0].dtype)
     operand: gl.constexpr = gl.DotOperandLayout(0, out, 2)
     rows: gl.constexpr = gl.SliceLayout(1, out)
-    one: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    step = 0
-    q_phase = 0
-    done = 0
-    pingpong_phase = 1 if group == 0 else 0
-    load_tile(group, gl.program_id(0), q_desc, q, q_full, config, q_at)
-    for item in range(gl.program_id(0), config.items, gl.num_programs(0)):
-        head, part = locate(item, config)
-        if config.hides:
-            slot = counts.state(done)
-            counts.wait(slot)
-            count = gl.max(counts.buffers[0].index(slot.stage).load(one), 0)
-            counts.release(slot)
-            done += 1
-        else:
-            count = chunks_of(part, config)
-        tile = part * config.groups + group
+    head, part = locate(item, config)
+    tile = part * config.groups + group
 
-        # Prologue: the weights of the last chunk.
-        mbarrier.wait(q_full.index(group), q_phase)
-        q_phase = q_phase ^ 1
-        pipe_read, scores = multiply_keys(q.index(group), k_ring, step, config)
-        scores = warpgroup_mma_wait(0, deps=(scores,))
+    # Prologue: the weights of the last chunk.
+    mbarrier.wait(q_full.index(group), q_phase)
+    q_phase = q_phase ^ 1
+    pipe_read, scores = multiply_keys(q.index(group), k_ring, step, config)
+    scores = warpgroup_mma_wait(0, deps=(scores,))
+    scores, shows_all = apply_mask(scores, k_ring, pipe_read.stage, scales, config)
+    k_ring.release(pipe_read)
+    scores = apply_causal(scores, tile, count - 1, config, True)
+    row_max = max_of(scores, shows_all, scales, config)
+    base = base_of(row_max, scales, config.masked or config.causal)
+    if config.pingpong:
+        mbarrier.wait(pingpong.index(group), pingpong_phase)
+        pingpong_phase = pingpong_phase ^ 1
+    p = chunk_weights(scores, base, shows_all, scales, config)
+    row_sum = reduce_rows(p, gl.sum, config)
+    if config.pingpong:
+        mbarrier.arrive(pingpong.index((group + 1) % config.groups))
+    weights = gl.convert_layout(p.to(v_ring.buffers[0].dtype), operand)
+    acc = warpgroup_mma_init(gl.zeros([ROWS, config.width], gl.float32, out))
+    # As the wait for a chunk's values is a loop, ptxas leaves before it what stands there: it would move the wait for the
+    # products before up to the exponentials, which are to be worked out meanwhile.
+    if config.overlapped:
+        wait_for_values(v_ring, step)
+
+    # Mainloop: the scores of a chunk, while the weights of the one before meet their values.
+    for j in range(1, count):
+        pipe_read, scores = multiply_keys(q.index(group), k_ring, step + j, config)
+        acc = multiply_values(weights, v_ring, step + j - 1, acc, config)
+        scores = warpgroup_mma_wait(1, deps=(scores,))
         scores, shows_all = apply_mask(scores, k_ring, pipe_read.stage, scales, config)
         k_ring.release(pipe_read)
-        scores = apply_causal(scores, tile, count - 1, config, True)
-        row_max = max_of(scores, shows_all, scales, config)
+        scores = apply_causal(scores, tile, count - 1 - j, config, False)
+        before = base
+        row_max = gl.maximum(row_max, max_of(scores, shows_all, scales, config))
         base = base_of(row_max, scales, config.masked or config.causal)
+        alpha = ex2(gl.minimum(base - before, 0.0))  # above zero where no key was seen before
         if config.pingpong:
             mbarrier.wait(pingpong.index(group), pingpong_phase)
             pingpong_phase = pingpong_phase ^ 1
         p = chunk_weights(scores, base, shows_all, scales, config)
-        row_sum = reduce_rows(p, gl.sum, config)
+        row_sum = row_sum * alpha + reduce_rows(p, gl.sum, config)
         if config.pingpong:
             mbarrier.arrive(pingpong.index((group + 1) % config.groups))
-        weights = gl.convert_layout(p.to(v_ring.buffers[0].dtype), operand)
-        acc = warpgroup_mma_init(gl.zeros([ROWS, config.width], gl.float32, out))
-        # As the wait for a chunk's values is a loop, ptxas leaves before it what stands there: it would move the wait for the
-        # products before up to the exponentials, which are to be worked out meanwhile.
+        following = gl.convert_layout(p.to(v_ring.buffers[0].dtype), operand)
         if config.overlapped:
-            wait_for_values(v_ring, step)
-
-        # Mainloop: the scores of a chunk, while the weights of the one before meet their values.
-        for j in range(1, count):
-            pipe_read, scores = multiply_keys(q.index(group), k_ring, step + j, config)
-            acc = multiply_values(weights, v_ring, step + j - 1, acc, config)
-            scores = warpgroup_mma_wait(1, deps=(scores,))
-            scores, shows_all = apply_mask(scores, k_ring, pipe_read.stage, scales, config)
-            k_ring.release(pipe_read)
-            scores = apply_causal(scores, tile, count - 1 - j, config, False)
-            before = base
-            row_max = gl.maximum(row_max, max_of(scores, shows_all, scales, config))
-            base = base_of(row_max, scales, config.masked or config.causal)
-            alpha = ex2(gl.minimum(base - before, 0.0))  # above zero where no key was seen before
-            if config.pingpong:
-                mbarrier.wait(pingpong.index(group), pingpong_phase)
-                pingpong_phase = pingpong_phase ^ 1
-            p = chunk_weights(scores, base, shows_all, scales, config)
-            row_sum = row_sum * alpha + reduce_rows(p, gl.sum, config)
-            if config.pingpong:
-                mbarrier.arrive(pingpong.index((group + 1) % config.groups))
-            following = gl.convert_layout(p.to(v_ring.buffers[0].dtype), operand)
-            if config.overlapped:
-                wait_for_values(v_ring, step + j)
-            result = warpgroup_mma_wait(0, deps=(acc,))
-            v_ring.release(v_ring.state(step + j - 1))
-            acc = warpgroup_mma_init(result * gl.convert_layout(alpha, rows)[:, None])
-            weights = following
-
-        # The next queries may come, and the first chunk's weights meet their values.
-        barrier()
-        if item + gl.num_programs(0) < config.items:
-            load_tile(group, item + gl.num_programs(0), q_desc, q, q_full, config, q_at)
-        acc = multiply_values(weights, v_ring, step + count - 1, acc, config)
+            wait_for_values(v_ring, step + j)
         result = warpgroup_mma_wait(0, deps=(acc,))
-        v_ring.release(v_ring.state(step + count - 1))
-        step += count
+        v_ring.release(v_ring.state(step + j - 1))
+        acc = warpgroup_mma_init(result * gl.convert_layout(alpha, rows)[:, None])
+        weights = following
 
-        inverse = inverse_of(gl.convert_layout(row_sum, rows), scales, config)
-        epilogue(result, inverse, head, tile, side)
+    # The next queries may come, and the first chunk's weights meet their values.
+    barrier()
+    if config.hides:
+        following, count_ahead = announced(counts, done)
+    else:
+        following = item + gl.num_programs(0)
+        count_ahead = count
+    if following < config.items:
+        load_tile(group, following, q_desc, q, q_full, config, q_at)
+    acc = multiply_values(weights, v_ring, step + count - 1, acc, config)
+    result = warpgroup_mma_wait(0, deps=(acc,))
+    v_ring.release(v_ring.state(step + count - 1))
+    step += count
+
+    inverse = inverse_of(gl.convert_layout(row_sum, rows), scales, config)
+    epilogue(result, inverse, head, tile, side)
+    return step, q_phase, pingpong_phase, following, count_ahead
 
 
 # -- the kernel
 
 
 @gluon.jit
-def flash(q_desc, k_desc, v_desc, scales, side, config, q_at, k_at, v_at, epilogue, mask=None):
-    """`scales` and the generated functions are those of `kernel.py`, `side` what they read and write."""
+def flash(q_desc, k_desc, v_desc, taken, scales, side, config, q_at, k_at, v_at, epilogue, mask=None):
+    """`scales` and the generated functions are those of `kernel.py`, `side` what they read and write. If `on_demand`, `taken`
+    counts the items that blocks have taken, and is zero before and after."""
     stages: gl.constexpr = config.num_stages
     groups: gl.constexpr = config.groups
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
@@ -326,12 +409,13 @@ def flash(q_desc, k_desc, v_desc, scales, side, config, q_at, k_at, v_at, epilog
         beside = (k,)
     if config.hides:
         count = gl.allocate_shared_memory(gl.int32, [2, 1], plain)
+        items = gl.allocate_shared_memory(gl.int32, [2, 1], plain)
 
     q_full = barriers(groups, 1)
     k_ring = pipeline(beside, stages, 2 if config.key_padding_mask else 1, groups)
     v_ring = pipeline((v,), stages, 1, groups)
     if config.hides:
-        counts = pipeline((count,), 2, 1, groups)
+        counts = pipeline((items, count), 2, 1, groups)
     else:
         counts: gl.constexpr = None
     if config.pingpong:
@@ -346,7 +430,7 @@ def flash(q_desc, k_desc, v_desc, scales, side, config, q_at, k_at, v_at, epilog
         gl.warp_specialize(
             [
                 (consumer, (0, rings, counts, pingpong, scales, side, config, q_at, epilogue)),
-                (producer, (k_desc, v_desc, k_ring, v_ring, counts, side, config, k_at, v_at, mask)),
+                (producer, (k_desc, v_desc, k_ring, v_ring, counts, taken, side, config, k_at, v_at, mask)),
             ],
             [1],
             [PRODUCER_REGISTERS],
@@ -356,7 +440,7 @@ def flash(q_desc, k_desc, v_desc, scales, side, config, q_at, k_at, v_at, epilog
             [
                 (consumer, (0, rings, counts, pingpong, scales, side, config, q_at, epilogue)),
                 (consumer, (1, rings, counts, pingpong, scales, side, config, q_at, epilogue)),
-                (producer, (k_desc, v_desc, k_ring, v_ring, counts, side, config, k_at, v_at, mask)),
+                (producer, (k_desc, v_desc, k_ring, v_ring, counts, taken, side, config, k_at, v_at, mask)),
             ],
             [4, 1],
             [240, PRODUCER_REGISTERS],
@@ -367,7 +451,7 @@ def flash(q_desc, k_desc, v_desc, scales, side, config, q_at, k_at, v_at, epilog
                 (consumer, (0, rings, counts, pingpong, scales, side, config, q_at, epilogue)),
                 (consumer, (1, rings, counts, pingpong, scales, side, config, q_at, epilogue)),
                 (consumer, (2, rings, counts, pingpong, scales, side, config, q_at, epilogue)),
-                (producer, (k_desc, v_desc, k_ring, v_ring, counts, side, config, k_at, v_at, mask)),
+                (producer, (k_desc, v_desc, k_ring, v_ring, counts, taken, side, config, k_at, v_at, mask)),
             ],
             [4, 4, 1],
             [160, 160, PRODUCER_REGISTERS],

@@ -120,14 +120,14 @@ def in_powers_of_2(bias):
 
 @gluon.jit
 def mask_of_keys(head, key, size: gl.constexpr, ragged: gl.constexpr, side, config, mask):
-    """A row that masks some keys: the least of scores and it is taken (infinities), or it is added."""
+    """A row that masks some keys: the least of scores and it is taken, or it is added."""
     layout: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [1, 1], [1, 0])
     keys = key + gl.arange(0, size, gl.SliceLayout(0, layout))
     read = mask(head, gl.arange(0, 1, gl.SliceLayout(1, layout)), keys, ragged, side)
     if config.additive_bias:
         return gl.max(in_powers_of_2(read), 0)
     else:
-        return gl.max(gl.where(read, SHOWN, HIDDEN), 0)
+        return gl.max(gl.where(read, SHOWN, config.hidden), 0)
 
 
 @gluon.jit

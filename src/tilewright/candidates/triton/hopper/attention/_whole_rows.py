@@ -115,7 +115,7 @@ def apply_mask(scores, i: gl.constexpr, head, tile, whole, scales, side, config,
         read = mask_of(layout, size, i, head, tile, side, config, mask)
         scores = gl.fma(scores, scales[2], in_powers_of_2(read))
     elif config.masked and (not config.key_padding_mask or whole[i] == 0):
-        scores = gl.where(mask_of(layout, size, i, head, tile, side, config, mask), scores, HIDDEN)
+        scores = gl.where(mask_of(layout, size, i, head, tile, side, config, mask), scores, config.hidden)
     return scores
 
 
@@ -139,13 +139,13 @@ def shows_all(size: gl.constexpr, i: gl.constexpr, head, side, config, mask):
 
 @gluon.jit
 def apply_causal(scores, i: gl.constexpr, tile, first: gl.constexpr, config):
-    """Minus infinity where there is no key, and where causality hides one; the first query of tile `first` may see all."""
+    """Minus infinity where there is no key, `hidden` where causality hides one; the first query of tile `first` may see all."""
     layout: gl.constexpr = scores.type.layout
     size: gl.constexpr = scores.shape[1]
     if config.causal and first * ROWS + config.shift < i * CHUNK + size - 1:
         row = tile * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, layout))
         place = gl.arange(0, size, gl.SliceLayout(0, layout))
-        scores = gl.where((row + (config.shift - i * CHUNK))[:, None] >= place[None, :], scores, HIDDEN)
+        scores = gl.where((row + (config.shift - i * CHUNK))[:, None] >= place[None, :], scores, config.hidden)
     if i * CHUNK + size > config.keys:
         place = gl.arange(0, size, gl.SliceLayout(0, layout))
         scores = gl.where((place < config.keys - i * CHUNK)[None, :], scores, HIDDEN)
@@ -418,6 +418,8 @@ def persistent_consumer(group, rings, bias, m_full, ones, scales, side, config, 
 
         # Which chunks keep all of their keys, and up to which one keys are kept.
         seen = 1
+        if config.equal_rows:  # of a head that sees nothing, all keys have weight
+            seen = config.chunks
         whole = ()
         if config.key_padding_mask:
             mbarrier.wait(m_full.index(stage), pipe_read.phase)
@@ -426,7 +428,7 @@ def persistent_consumer(group, rings, bias, m_full, ones, scales, side, config, 
                     row = first_rows(bias.index(stage * config.chunks + i), extent(config.keys, i))
                     own = row.load(gl.BlockedLayout([row.shape[0] // 32], [32], [4], [0]))
                     whole = whole + (gl.min(own, 0) > 0,)
-                    if i > 0:
+                    if i > 0 or config.equal_rows:
                         seen = gl.where(gl.max(own, 0) > 0, i + 1, seen)
         k_ring.wait(pipe_read)
         if config.hides and not config.causal:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 
 import torch
@@ -14,6 +14,7 @@ from tilewright.candidates.triton.attention.kernel import power, sources_of
 from tilewright.candidates.triton.expressions.printer import FP8, pointer_type
 from tilewright.candidates.triton.hopper.attention.kernel import (
     CHUNK,
+    COUNTERS,
     GROUPS,
     ROWS,
     STAGES,
@@ -29,10 +30,11 @@ from tilewright.candidates.triton.hopper.fast_math import NATIVE_FP8
 from tilewright.candidates.triton.hopper.gemm.tma import TMA_TYPES, descriptor, with_descriptors
 from tilewright.candidates.triton.runtime.launch import caller, pointers
 from tilewright.candidates.triton.runtime.module import INSTALL, Arch, Built, build, installed, launcher, needs
-from tilewright.dtype import F32
+from tilewright.dtype import F32, PRED
 from tilewright.hardware.target import Target
 from tilewright.schedule.candidate import ATTENTION, GPU, Candidate, Kernel, Runner, Schedule, Unsupported
 from tilewright.schedule.problem import AttentionProblem
+from tilewright.schedule.recipe import Pointer
 
 MOST_TRIED = 6  # sizes
 MOST_REGISTERS = 224  # of a thread, for scores and result
@@ -61,6 +63,8 @@ class Plan:
         signature = {n: pointer_type((problem.types if n[0] == "p" else problem.outputs)[int(n[1:])].dtype) for n in names}
         operands = zip("qkv", (heads.q, heads.k, heads.v), (tma_operands(heads) if tile.by_tma else None) or (), strict=False)
         boxes = {f"{n}_desc": descriptor(TMA_TYPES[o.dtype.name], view.box) for n, o, (_, view) in operands}
+        if tile.on_demand:
+            signature |= dict.fromkeys(COUNTERS, "*i32")
         options = {"enable_fp_fusion": False, "num_warps": 4, "launch_pdl": True}
         return build(kernel_text(heads, tile), boxes | signature, Arch("cuda", 90, 32), self.target.index, **options)
 
@@ -76,6 +80,8 @@ class Plan:
                 read = [source for source, _ in operands] + [int(n[1:]) for n in arguments(heads, tile) if n[0] == "p"]
                 start = with_descriptors(start, [view for _, view in operands], built.kernel.metadata.tensordesc_meta)
             given = [*pointers("source", read), *pointers("result", range(len(problem.outputs)))]
+            if tile.on_demand:
+                given.append(Pointer("counters", 1))
             return caller(start, given, len(problem.types), problem.outputs, weights, target)
 
         return Kernel(CANDIDATE.name, schedule, prepare, **vars(needs(built.kernel)))
@@ -116,7 +122,9 @@ def supported_heads(problem: AttentionProblem) -> Heads:
     if found.causal == "lower" and found.keys < found.queries:
         raise Unsupported("causality hides all keys from some queries")
     check_alignment(found)
-    if (registers(found) > MOST_REGISTERS and not streams(found)) or max(power(found.depth), power(found.width)) > 128:
+    if found.equal_masked_rows and found.causal != "no" and not streams(found):
+        raise Unsupported("rows that see nothing have equal weights, for keys that causality hides, too")
+    if not (holds(found) or streams(found)) or max(power(found.depth), power(found.width)) > 128:
         raise Unsupported(f"all scores of {found.keys} keys do not fit into registers beside {found.width} columns")
     return found
 
@@ -180,7 +188,7 @@ def points(heads: Heads, multiprocessors: int, shared: int) -> list[TileConfig]:
     """The sizes that fit, best guess first."""
     found: list[TileConfig] = []
     tiles = -(-heads.queries // ROWS)
-    if registers(heads) <= MOST_REGISTERS:
+    if holds(heads):
         found += [TileConfig("whole_rows", n, ones) for n, ones in product(range(1, tiles + 1), (False, True))]
         if tiles > 1 and heads.v.codes is None and tma_operands(heads) is not None:  # a tile of every head for each group
             found.append(TileConfig("persistent", ones=True))
@@ -191,8 +199,20 @@ def points(heads: Heads, multiprocessors: int, shared: int) -> list[TileConfig]:
     stages = min(left // (CHUNK * (depth_bytes + width_bytes + 4)), 4)
     if heads.keys > ROWS and stages > 1 and streams(heads):
         kinds = ((True, False), (True, True), (False, True), (False, False))  # pingpong, overlapped; sorting keeps this order
-        found += [TileConfig("flash", None, None, stages, groups, *kind) for kind in kinds[2 if groups == 1 else 0 :]]
+        flash = [TileConfig("flash", None, None, stages, groups, *kind) for kind in kinds[2 if groups == 1 else 0 :]]
+        found += [flash[0], *([replace(flash[0], on_demand=True)] if hides(heads) else []), *flash[1:]]
     return sorted(found, key=lambda p: expected(heads, p, multiprocessors, shared))
+
+
+def holds(heads: Heads) -> bool:
+    """Tell whether all scores of a row fit into registers. Such kernels leave out keys that causality hides, which have
+    weight where rows that see nothing have equal weights."""
+    return registers(heads) <= MOST_REGISTERS and not (heads.equal_masked_rows and heads.causal != "no")
+
+
+def hides(heads: Heads) -> bool:
+    """Tell whether truth values hide keys from all queries of a head alike."""
+    return heads.mask is not None and heads.mask.root.dtype is PRED and same_for_queries(heads, heads.mask)
 
 
 def streams(heads: Heads) -> bool:

@@ -4,6 +4,7 @@ them from a program: where its operands lie, what its mask does, how its results
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, dataclass, replace
 from itertools import groupby
 from typing import Literal
@@ -21,6 +22,7 @@ from tilewright.candidates.triton.runtime.module import Function, instance
 from tilewright.dtype import F32, PRED, S8, U8, DType
 from tilewright.ir.graph import Node, toposort
 from tilewright.ir.ops import VIEWS, Acc, Param, Quantize
+from tilewright.ir.ops.attention import DROWNED
 from tilewright.lowering.access import Access, AccessMap
 from tilewright.schedule.candidate import Unsupported
 
@@ -28,6 +30,7 @@ PACKAGE = "tilewright.candidates.triton.hopper.attention"
 ROWS = 64  # queries of a warpgroup, a tile
 CHUNK = 128  # keys of a product
 GROUPS = 2  # warpgroups of a block of `persistent`
+COUNTERS = ("taken",)  # arguments of a kernel whose blocks take items as they come to them: a number that is zero between calls
 STAGES = 2  # heads whose keys and values it has in shared memory
 
 
@@ -44,6 +47,7 @@ class TileConfig:
         pingpong: one of them after the other is at its exponentials.
         overlapped: a product's wait is held back until the exponentials that it goes on beside are done; rows are gone
             through in four parts at once.
+        on_demand: where a mask makes some heads shorter, blocks take parts of queries as they come to them, not in turns.
     """
 
     kernel: Literal["whole_rows", "persistent", "flash"]
@@ -53,6 +57,7 @@ class TileConfig:
     groups: int | None = None
     pingpong: bool | None = None
     overlapped: bool | None = None
+    on_demand: bool | None = None
 
     @property
     def by_tma(self) -> bool:
@@ -76,9 +81,15 @@ class KernelConfig(TileConfig):
     key_padding_mask: bool  # a row of it holds for all queries of a head
     additive_bias: bool  # it is numbers that are added to the scores, else truth values: which keys are seen
     zero_rows: bool  # a query that sees no key gets zeros, not NaN
+    equal_rows: bool  # it gets equal weights for all keys
     stored: str  # what Triton calls the type of queries and keys in shared memory
     product: str  # and as the matrix unit takes them
     mma_dtype: str  # what it calls that of values and weights, as they are multiplied
+
+    @property
+    def hidden(self) -> float:
+        """What is put in the place of a score that is hidden."""
+        return DROWNED if self.equal_rows else -math.inf
 
     @property
     def chunks(self) -> int:
@@ -163,6 +174,7 @@ def config_of(heads: Heads, tile: TileConfig) -> KernelConfig:
         key_padding_mask=mask is not None and same_for_queries(h, mask),
         additive_bias=mask is not None and mask.root.dtype is not PRED,
         zero_rows=h.zero_masked_rows and mask is not None,
+        equal_rows=h.equal_masked_rows,
         stored=in_memory(first),
         product=FP8_NAMES.get(first) or NATIVE[first.name],
         mma_dtype=NATIVE[h.mma_dtype.name],
@@ -174,9 +186,12 @@ def kernel_text(heads: Heads, tile: TileConfig) -> KernelSource:
     made = _Generated(heads, config_of(heads, tile))
     scales = made.scales  # first: numbers in another order than they are used in took ptxas' code 2 to 5 % longer
     given = [*(["q_desc", "k_desc", "v_desc"] if tile.by_tma else []), f"({', '.join(scales)},)"]
+    counters = COUNTERS if tile.on_demand else ()
+    if tile.kernel == "flash":
+        given.insert(3, *(counters or ("0",)))
     kernel = f"{PACKAGE}.{'_flash' if tile.kernel == 'flash' else '_whole_rows'}.{tile.kernel}"
     functions = made.functions()
-    return instance(kernel, made.config, given, arguments(heads, tile), functions, made.numbers.numbers)
+    return instance(kernel, made.config, given, arguments(heads, tile), functions, made.numbers.numbers, counters)
 
 
 class _Generated:
