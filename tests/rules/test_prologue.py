@@ -22,8 +22,9 @@ from rule_checks import (
 from tilewright.compiler import optimise
 from tilewright.dtype import BF16, F8E4M3FN, F8E4M3FNUZ, F8E5M2, F16, F32, PRED, S4, S8, S32, S64, U4, U8
 from tilewright.ir.build import broadcast, const, convert, input_, map_, reshape, slice_, swap_last, transpose
+from tilewright.ir.evaluate import evaluate
 from tilewright.ir.graph import Node, toposort
-from tilewright.ir.ops import Attention, Concat, Dequantize, LayerNorm, gemm
+from tilewright.ir.ops import Attention, Concat, Dequantize, Gather, LayerNorm, Map, gemm
 from tilewright.ir.ops.functions import narrow_integer
 from tilewright.schedule.problem import problem_of
 
@@ -204,6 +205,37 @@ def test_a_mask_of_integers_that_is_one_row_for_all_queries_is_read_as_it_lies(s
     (found,) = (n for n in after.nodes() if isinstance(n.op, Attention))
     assert (found.src[3] is given) == (shape[-2:-1] in ((), (1,)))
     assert_close(before, after, 1e-5)
+
+
+def paged(pick, queries=1):
+    q, k, v = (input_(n, F32, s) for n, s in (("q", (2, 4, queries, 8)), ("k", (9, 3, 2, 8)), ("v", (9, 3, 2, 8))))
+    table, shown = input_("table", S64, (2, 5)), input_("shown", PRED, (2, 1, 1, 15))
+    k, v = (transpose(reshape(pick(cache, table), (2, 15, 2, 8)), (0, 2, 1, 3)) for cache in (k, v))
+    return graph_of(Node(Attention(0.3), q, k, v, shown))
+
+
+@pytest.mark.parametrize(
+    "pick",
+    [lambda cache, table: Node(Gather(0), cache, table), lambda cache, table: Node(Gather(0), cache, reshape(table, (10,)))],
+    ids=["cache[table]", "index_select"],
+)
+def test_a_paged_cache_is_read_where_it_lies_by_few_queries(pick):
+    before = paged(pick)
+    after = optimise(before)
+    (found,) = (n for n in after.nodes() if n.src)
+    assert isinstance(found.op, Attention) and {s.shape for s in found.src} >= {(9, 3, 2, 8), (2, 5)}
+    generator = torch.Generator().manual_seed(0)
+    feeds = {n.op.label: torch.randn(n.shape, generator=generator) for n in before.inputs if n.dtype is F32}
+    feeds |= {"table": torch.randint(-9, 9, (2, 5), generator=generator), "shown": torch.rand(2, 1, 1, 15) > 0.3}
+    (a,), (b,) = (evaluate(g, feeds) for g in (before, after))
+    torch.testing.assert_close(a, b)
+    assert any(isinstance(n.op, Gather) for n in optimise(paged(pick, queries=33)).nodes())  # many read the same blocks
+
+
+def test_what_computes_a_cache_stays_before_its_table():
+    """The kernel picks from memory alone."""
+    after = optimise(paged(lambda cache, table: Node(Gather(0), map_("tanh", cache), table)))
+    assert any(isinstance(n.op, Map) for n in after.nodes())
 
 
 def test_what_computes_is_no_prologue():

@@ -23,6 +23,7 @@ from tilewright.ir.ops import (
     Const,
     Convert,
     Dequantize,
+    Gather,
     Map,
     Param,
     Quantize,
@@ -210,6 +211,8 @@ def below_view(node: Node, source: Node, view: View) -> View:
         return _repeated(source.shape, node, view)
     if isinstance(op, Broadcast):
         return _repeated(source.shape, node, view)
+    if isinstance(op, Gather) and not op.elementwise:
+        return _of_gather(op.axis % len(node.src[0].shape), node, source is node.src[1], view)
     if not isinstance(op, Reshape):
         raise Unsupported(f"{op.name} has no place in a generated kernel")
     if [d for d in node.shape if d > 1] == [d for d in source.shape if d > 1]:
@@ -232,6 +235,15 @@ def _repeated(shape: Shape, node: Node, view: View) -> View:
             raise Unsupported(f"{node.op.name} does not follow the axes of the product")
         found.append((tuple(axes_of((layout,))), start, step) if extent > 1 else ((), 0, 1))
     return View(*zip(*found, strict=True)) if found else View((), (), ())
+
+
+def _of_gather(axis: int, node: Node, indices: bool, view: View) -> View:
+    """The view of a gather's indices, or of what it picks from: the picked axis has none of the axes there, and starts at 0."""
+    end = axis + len(node.src[1].shape)
+    layout, start, step = view.layout, view.start, view.step
+    if indices:
+        return View(layout[axis:end], start[axis:end], step[axis:end])
+    return View((*layout[:axis], (), *layout[end:]), (*start[:axis], 0, *start[end:]), (*step[:axis], 1, *step[end:]))
 
 
 def _by_blocks(block: Shape, shape: Shape, view: View) -> Layout:

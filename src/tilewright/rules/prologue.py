@@ -8,7 +8,7 @@ from tilewright.dtype import PRED
 from tilewright.ir.anchor import ANCHORS, operands_of, rebuilt, stores_of
 from tilewright.ir.expression import Sources
 from tilewright.ir.graph import Node, substitute, toposort
-from tilewright.ir.ops import VIEWS, Attention, Convert, Dequantize, Param, Slice
+from tilewright.ir.ops import VIEWS, Attention, Convert, Dequantize, Gather, Param, Slice
 from tilewright.ir.pattern import Match, Pat, rule
 
 FEW_QUERIES = 64  # rows of a tile
@@ -21,17 +21,19 @@ def read_operand_through_views_and_casts(m: Match) -> Node | None:
     Where: f is a reshape, transpose, slice or broadcast; a dequantize; a convert from a type that takes no more bytes; or one
     from integers to the truth values of an attention's mask with one row for all queries. The kernel then reads what is stored,
     never a wider copy; a store that reads f(x) too reads it likewise, unless f is a slice.
+    Blocks of keys and values that a table of integers picks out of a cache are read where they lie, too, where queries are few.
     Keys and values with more than one scale only where queries are few: every tile of queries would dequantise them again.
     Other readers of f(x) keep it. Exact: yes.
     """
     node = m.node
     operands, stores = operands_of(node), stores_of(node)
-    beside = set(toposort(stores))
-    for leaf in toposort(operands):
-        if not isinstance(leaf.op, Param):
+    beside, inside = set(toposort(stores)), toposort(operands)
+    tables = {n.src[0] for n in inside if isinstance(n.op, Gather)}
+    for leaf in inside:
+        if not isinstance(leaf.op, Param) or leaf in tables:
             continue
         source = node.src[leaf.op.index]
-        taken = readable(source) or _tells_what_is_seen(operands, leaf, source)
+        taken = readable(source) or _tells_what_is_seen(operands, leaf, source) or _picks_pages(node, operands, leaf, source)
         if not taken or (leaf in beside and isinstance(source.op, Slice)):
             continue  # a store that reads the same part would have to cut it out again
         if _dequantised_by_every_tile(node, operands, leaf, source):
@@ -49,6 +51,17 @@ def _tells_what_is_seen(operands: Sequence[Node], leaf: Node, source: Node) -> b
         return False
     mask = operands[3:]
     return leaf in toposort(mask) and leaf not in toposort(operands[:3]) and mask[0].shape[-2:-1] in ((), (1,))
+
+
+def _picks_pages(node: Node, operands: Sequence[Node], leaf: Node, source: Node) -> bool:
+    """Tell whether a node picks blocks of keys or values out of a cache, by a table of integers, for few queries."""
+    pages = isinstance(source.op, Gather) and not source.op.elementwise and isinstance(node.op, Attention)
+    return pages and leaf in toposort(operands[1:3]) and few_queries(node) and _beside(operands, leaf)
+
+
+def _beside(operands: Sequence[Node], leaf: Node) -> bool:
+    """Tell whether queries and the mask do not read a leaf."""
+    return leaf not in toposort((operands[0], *operands[3:]))
 
 
 def _dequantised_by_every_tile(node: Node, operands: Sequence[Node], leaf: Node, source: Node) -> bool:

@@ -14,7 +14,7 @@ from typing import cast
 
 import torch
 
-from tilewright.dtype import F64
+from tilewright.dtype import F64, PRED
 from tilewright.ir.anchor import acc_of, operands_of, stores_of
 from tilewright.ir.evaluate import evaluate_nodes
 from tilewright.ir.expression import depends_on_acc
@@ -70,8 +70,10 @@ class _Sampler:
             return
         node = problem.node
         self._params = [n for n in toposort((*operands_of(node), *stores_of(node))) if isinstance(n.op, Param)]
+        self._settle_indices(toposort(operands_of(node)), {})
         for n in toposort(operands_of(node)):
             self._settle_codes(n)
+            self._settle_truth(n)
         if isinstance(problem, Problem):
             self._reach_extremes(problem.lhs, -2)
             self._reach_extremes(problem.rhs, -1)
@@ -83,12 +85,27 @@ class _Sampler:
             code = n.src[0].dtype
             self._settle(n.src[1], 2 / code.max if code.is_integer else 1.0, positive=True)
 
-    def _settle_indices(self, problem: FusionProblem) -> None:
+    def _settle_truth(self, n: Node) -> None:
+        """Integers that are taken as truth values are 0 and 1: ones as far as a random place, as padding leaves them, and with
+        holes in every second row."""
+        if not (isinstance(n.op, Convert) and n.dtype is PRED and n.src[0].dtype.is_integer and isinstance(n.src[0].op, Param)):
+            return
+        index, t = n.src[0].op.index, n.src[0].tensor
+        if index in self._given | self._settled or not t.shape:
+            return
+        self._settled.add(index)
+        *rows, extent = t.shape
+        ends = torch.randint(1, extent + 1, (*rows, 1), generator=self._generator) if extent else torch.zeros(*rows, 1)
+        holes = torch.rand(t.shape, generator=self._generator) < 0.25
+        holes &= (torch.arange(math.prod(rows)) % 2 == 1).reshape(*rows, 1)
+        self.sources[index] = ((torch.arange(extent) < ends) & ~holes).to(t.dtype.to_torch())
+
+    def _settle_indices(self, nodes: Sequence[Node], large_tables: Mapping[int, int]) -> None:
         """Indices inside what they pick from, however they are made of the sources: those are drawn as small numbers, smaller
         each time until every index is in range. Where none are (the oracle then fails), the last draw stands."""
         settled: list[Node] = []
         drawn = set[Node]()
-        for n in problem.nodes:
+        for n in nodes:
             if not isinstance(n.op, (Gather, Write)):
                 continue
             settled.append(n)
@@ -99,7 +116,7 @@ class _Sampler:
                 continue
             drawn.update(leaves)
             extent = max(n.src[0].shape[n.op.axis], 1)
-            ends = problem.large_tables.get(n.src[0].op.index) if isinstance(n.src[0].op, Param) else None
+            ends = large_tables.get(n.src[0].op.index) if isinstance(n.src[0].op, Param) else None
             for bound in [2 * ends if ends else extent] if plain else _bounds(ends or extent):
                 for leaf in leaves:
                     small = self._small(leaf.tensor, bound, isinstance(n.op, Write))
@@ -141,7 +158,7 @@ class _Sampler:
 
     def _settle_fusion(self, problem: FusionProblem) -> None:
         """Indices inside what they pick from, values of about 1, scales so that codes spread over their range."""
-        self._settle_indices(problem)
+        self._settle_indices(problem.nodes, problem.large_tables)
         for n in problem.nodes:
             self._settle_codes(n)
             if isinstance(n.op, Quantize):

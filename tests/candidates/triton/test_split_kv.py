@@ -5,16 +5,16 @@ import math
 import pytest
 import torch
 from attentions import attention
-from ptx import H200, emulate, emulating
+from ptx import H200, Fault, emulate, emulating
 from ptx.machine import How
 
 from tests.candidates.triton.test_attention import flash
 from tilewright.compiler import optimise
-from tilewright.dtype import BF16, F8E4M3FN, F16, F32, PRED, S8
+from tilewright.dtype import BF16, F8E4M3FN, F16, F32, PRED, S8, S32, S64
 from tilewright.ir.build import broadcast, convert, input_, map_, reshape, slice_, transpose
 from tilewright.ir.evaluate import evaluate_nodes
 from tilewright.ir.graph import Graph, Node
-from tilewright.ir.ops import Acc, Attention, Param
+from tilewright.ir.ops import Acc, Attention, Gather, Param
 from tilewright.ir.types import TensorType
 from tilewright.schedule.expected import check, expect
 from tilewright.schedule.problem import problem_of
@@ -178,6 +178,55 @@ def test_a_cache_that_lies_by_tokens_is_read_where_it_is():
     leaf, query = Node(Param(1, whole.tensor)), Node(Param(0, q.tensor))
     k, v = (transpose(reshape(slice_(slice_(leaf, 2, i, i + 1), 1, 0, 73), (2, 73, 2, 32)), (0, 2, 1, 3)) for i in range(2))
     right(Node(Attention(0.2, operands=(query, k, v)), q, whole), tile(4))
+
+
+def paged(dtype=BF16, codes=None, table=S64, wraps=True, mask=True, blocks=20, each=16, picked=5):
+    """Blocks of tokens of a cache, picked by a table, as serving engines keep keys and values; of codes with a scale a head."""
+    batch, heads, key_heads, depth, keys = 2, 4, 2, 16, each * picked
+    src = [input_("q", dtype, (batch, heads, 1, depth))]
+    src += [input_(n, codes or dtype, (blocks, each, key_heads, depth)) for n in "kv"]
+    src += [input_("table", table, (batch, picked)), input_("shown", PRED, (batch, 1, 1, keys))]
+    src += [input_("scale", F32, (1, 1, key_heads, 1))] * (codes is not None)
+    q, k, v, index, shown, *scale = (Node(Param(i, s.tensor)) for i, s in enumerate(src))
+
+    def operand(cache):
+        x = reshape(Node(Gather(0, wraps=wraps), cache, index), (batch, keys, key_heads, depth))
+        if codes is not None:
+            x = convert(map_("multiply", convert(x, F32), broadcast(scale[0], x.shape)), dtype)
+        return transpose(x, (0, 2, 1, 3))
+
+    return Node(Attention(0.25, operands=(q, operand(k), operand(v), shown)), *src)
+
+
+@pytest.mark.parametrize(
+    "schedule",
+    [tile(2, tile_n=32), tile(3, tile_n=64), Schedule.of_point(TileConfig(16, 16, 4, 2, "online", "ieee"))],
+    ids=["split", "tiles of four blocks", "whole"],
+)
+def test_a_paged_cache_is_read_by_its_table(schedule):
+    right(paged(), schedule)
+
+
+@pytest.mark.parametrize(("codes", "table", "wraps"), [(S8, S32, True), (F8E4M3FN, S64, False)], ids=str)
+def test_a_paged_cache_of_codes(codes, table, wraps):
+    right(paged(codes=codes, table=table, wraps=wraps, each=8, picked=9), tile(3))
+
+
+def test_a_table_counts_from_the_end_and_ends_the_program_where_it_says_no_block():
+    node = paged()
+    sources = random_sources(problem_of(node))
+    sources[3][0, 1] = -3
+    right(node, tile(2, tile_n=32), sources)
+    for wrong in (20, -21):
+        sources[3][0, 1] = wrong
+        with pytest.raises(Fault, match="trap"):
+            run(node, tile(2, tile_n=32), sources)
+
+
+def test_blocks_come_by_asynchronous_copies():
+    plan = plan_for(CANDIDATE, problem_of(paged(blocks=300, picked=128)), H200)
+    kernel = plan.machine_code(next(iter(plan.schedules()))).kernel
+    assert "LDGSTS.E.BYPASS.128" in assembly(kernel) and needs(kernel).spills == 0
 
 
 def test_stores_are_expressions():

@@ -368,6 +368,14 @@ def elect(p: Program, ins: Instruction, mods: list[str]) -> Lines:
     return lines + p.put(ins, both.right, f"{p.bound(elected)}(u,)", "pred")
 
 
+def trapped(u: Unit) -> None:
+    raise Fault("trap")
+
+
+def trap(p: Program, ins: Instruction, mods: list[str]) -> Lines:
+    return [f"{p.bound(trapped)}(u)"]
+
+
 def mapped(u: Unit, address: np.ndarray, rank: np.ndarray) -> np.ndarray:
     if (rank >= len(u.block.cluster.blocks)).any():
         raise Fault("mapa: the cluster has no such block")
@@ -395,6 +403,7 @@ COMPLEX: dict[str, Callable[[Program, Instruction, list[str]], Lines]] = {
     "vote": vote,
     "elect": elect,
     "mapa": map_address,
+    "trap": trap,
     "fence": fence,
     "mma": products.multiply,
     "wgmma": products.group,

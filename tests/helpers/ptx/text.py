@@ -135,6 +135,7 @@ def parse(text: str) -> Kernel:
     text = re.sub(r"/\*.*?\*/", "", text, flags=re.S)
     text = re.sub(r"//[^\n]*", "", text)
     text = re.sub(r"(?m)^\s*\.(loc|file|section)\b[^\n]*$", "", text)
+    text = re.sub(r"\{\s*(?:\.param\b[^;]*;\s*)+[^{}]*\bcall\.uni\s+__assertfail\b[^;]*;\s*\}", "", text)  # `trap` follows
     head = re.search(r"\.entry\s+(\w+)\s*\((.*?)\)(.*?)\{", text, flags=re.S)
     if head is None:
         raise Unknown("no entry")

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from tilewright.dtype import F4E2M1FN, DType
 from tilewright.ir.graph import Node, toposort
-from tilewright.ir.ops import VIEWS, Acc, Const, Convert, Dequantize, Map, Param, Quantize, Select
+from tilewright.ir.ops import VIEWS, Acc, Const, Convert, Dequantize, Gather, Map, Param, Quantize, Select
 from tilewright.lowering.access import too_wide
 from tilewright.lowering.scalar import conversions, functions
 from tilewright.lowering.scalar.values import FP8, Builder
@@ -30,14 +30,17 @@ class Forms:
     of_fp8: bool
     to_64_bits: bool
 
-    def check(self, roots: Sequence[Node], *, blocks: bool = False) -> None:
-        """Refuse expressions of which a node has no form; `blocks`: scales may be given by blocks.
+    def check(self, roots: Sequence[Node], *, blocks: bool = False, picks: bool = False) -> None:
+        """Refuse expressions of which a node has no form; `blocks`: scales may be given by blocks; `picks`: slices may be
+        picked from a source.
 
         Raises:
             Unsupported: it names what has none.
         """
         for n in toposort(roots):
-            self.check_node(n, blocks=blocks)
+            from_source = isinstance(n.op, Gather) and isinstance(n.src[0].op, Param) and not n.op.elementwise
+            if not (picks and from_source):
+                self.check_node(n, blocks=blocks)
 
     def check_node(self, n: Node, *, blocks: bool = False) -> None:
         """Refuse a node that has no form; `blocks`: scales may be given by blocks.

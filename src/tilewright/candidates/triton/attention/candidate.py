@@ -16,6 +16,8 @@ from tilewright.candidates.triton.runtime.launch import caller, pointers
 from tilewright.candidates.triton.runtime.module import Arch, Built, arch_of, build, exact_fp8, launcher, needs
 from tilewright.dtype import F32
 from tilewright.hardware.target import Target
+from tilewright.ir.graph import toposort
+from tilewright.ir.ops import Gather
 from tilewright.schedule.candidate import ATTENTION, GPU, Candidate, Kernel, Runner, Schedule, Unsupported
 from tilewright.schedule.problem import AttentionProblem
 from tilewright.schedule.recipe import Pointer
@@ -84,6 +86,8 @@ class Plan:
         if tile.split_kv is not None:
             signature |= dict(zip(WORKSPACE, ("*fp32", "*i32"), strict=True))
         options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages, "enable_fp_fusion": False}
+        if any(isinstance(n.op, Gather) for n in toposort((self.heads.k.at.root, self.heads.v.at.root))):
+            options |= {"debug": True, "sanitize_overflow": False}  # an index out of range ends the program
         if tile.launch_early:
             options["launch_pdl"] = True
         text = kernel_text(self.heads_of(tile), tile, exact_fp8(self.arch))

@@ -13,7 +13,7 @@ from tilewright.dtype import BF16, F16, F32, DType
 from tilewright.ir.anchor import operands_of, stores_of
 from tilewright.ir.build import broadcast
 from tilewright.ir.graph import Node, substitute, toposort
-from tilewright.ir.ops import Acc, Attention, Const, Dequantize, Param, Quantize
+from tilewright.ir.ops import Acc, Attention, Const, Dequantize, Gather, Param, Quantize
 from tilewright.ir.ops.attention import Causal, causal_shift
 from tilewright.lowering.access import Access, of_operand, of_store
 from tilewright.schedule.candidate import Unsupported
@@ -49,7 +49,7 @@ class Operand:
     def reads_nothing_as_zero(self) -> bool:
         """Say whether what is read as 0 enters the product as 0."""
         shifted = self.codes is not None and self.codes.zero != 0
-        return not shifted and all(isinstance(n.op, (Param, *VIEWS)) for n in toposort((self.at.root,)))
+        return not shifted and all(isinstance(n.op, (Param, Gather, *VIEWS)) for n in toposort((self.at.root,)))
 
 
 @dataclass(frozen=True)
@@ -135,7 +135,8 @@ def heads_of(problem: AttentionProblem, fp8: frozenset[str]) -> Heads:
         if t.dtype.bits > 32:
             raise Unsupported(f"generated attention computes in f32, not {t.dtype}")
     inner = [r for r in (op.scores, op.weights) if r is not None]
-    check((*operands_of(node), *inner, *stores_of(node)))
+    check((q, *mask, *inner, *stores_of(node)))
+    check((k, v), picks=True)
     codes = [_codes(t) for t in (q, k, v)]
     on_weights = None if op.weights is None else _rounded(op.weights, fp8)
     whole = all(c is not None and c[1].dtype.is_integer for c in codes[:2])  # no score is NaN

@@ -17,7 +17,7 @@ from tilewright.dtype import BF16, F16, F64, PRED, DType
 from tilewright.ir.axes import axes_of
 from tilewright.ir.expression import quantised_at_once, rounded_at_once
 from tilewright.ir.graph import Node, toposort
-from tilewright.ir.ops import VIEWS, Acc, Const, Map, Param, Quantize
+from tilewright.ir.ops import VIEWS, Acc, Const, Gather, Map, Param, Quantize
 from tilewright.lowering.access import Access, AccessMap, StridedDigit
 from tilewright.lowering.scalar.functions import GELU_TO_8_BITS, GELU_TO_BF16, GELU_TO_F16
 from tilewright.lowering.scalar.nodes import Forms
@@ -79,6 +79,7 @@ class Emitter(Printer):
         self.tile, self.pointer = tile, pointer
         self._coarse: Mapping[Node, DType] = {}  # values that are rounded to 16 bits at once
         self._codes_of: dict[Node, Node] = {}  # quantisations to 8 bits, and the functions they alone read
+        self._tables: frozenset[Node] = frozenset()
 
     def value(self, access: Access) -> str:
         """The root's value, in registers as `in_registers` says: fp8 as bytes, pred as int1."""
@@ -95,6 +96,7 @@ class Emitter(Printer):
     def look_at(self, roots: Sequence[Node]) -> None:
         """Learn what becomes of the values that these are made of."""
         self._coarse, self._codes_of = rounded_at_once(*roots), quantised_at_once(*roots)
+        self._tables = frozenset(n.src[0] for n in toposort(roots) if isinstance(n.op, Gather))
 
     def store(self, access: Access, pointer: str, value: str | None = None, *, by_row: bool = False) -> None:
         """The root's value (or one that is given) to where the result keeps it; `by_row`: a row has one."""
@@ -221,12 +223,34 @@ class Emitter(Printer):
         value = self.text.call("load", where, *([f"mask={mask}", f"other={zero(dtype)}"] if mask else []))
         return self.text.v(f"{value} != 0") if dtype is PRED else value
 
+    def _pick(self, n: Node, access: Access, index: str, *, by_column: bool = False) -> str:
+        """One slice of the table for each index, which may differ `by_column`; out of range, the program ends as torch's own
+        lookup does on a GPU."""
+        assert isinstance(n.op, Gather)
+        t, (table, picks), axis = self.text, n.src, n.op.axis % len(n.src[0].shape)
+        extent = table.shape[axis]
+        at = self.cast(index, "int64")
+        if picks.dtype.kind == "int" and n.op.wraps:
+            at = self.where(t.v(f"{at} < 0"), t.v(f"{at} + {extent}"), at)
+        inside = t.v(f"({at} >= 0) & ({at} < {extent})")
+        place = access.of_leaf(table)
+        mask = self._mask(access, rows=True, columns=bool(place.columns) or by_column)
+        fine = inside if mask is None else t.v(f"{inside} | ({mask} == 0)")  # what is not there has no index
+        t.do(f"tl.device_assert({fine}, 'an index out of range')")
+        at = t.v(f"{self.where(inside, at, '0')} * {math.prod(table.shape[axis + 1 :])}")
+        at = self._sum(at, *self._spread(access, place))
+        return self._load(f"{self.pointer(table)} + {at}", mask, table.dtype)
+
     # -- operations
 
     def _node(self, n: Node, access: Access, done: dict[Node, str]) -> str:
         op, args = n.op, [done[s] for s in n.src]
         if isinstance(op, VIEWS):
             return args[0]
+        if isinstance(op, Gather):
+            return self._pick(n, access, args[1])
+        if n in self._tables:
+            return ""  # read where it is picked from
         if isinstance(op, Acc):
             assert self.tile.acc is not None
             return self.tile.acc

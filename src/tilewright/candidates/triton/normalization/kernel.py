@@ -6,7 +6,6 @@ where nothing is, it takes a piece of them.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -203,7 +202,7 @@ class _Rows(Emitter):
 
     def _node(self, n: Node, access: Access, done: dict[Node, str]) -> str:
         if isinstance(n.op, Gather):
-            return self._pick(n, access, done[n.src[1]])
+            return self._pick(n, access, done[n.src[1]], by_column=n.src[1] in self._nest.across)
         if n in self._nest.tables:
             return ""  # read where it is picked from
         return super()._node(n, access, done)
@@ -295,20 +294,3 @@ class _Rows(Emitter):
         n = self._nest.columns
         near = self.text.v(f"{total} * {1 / n!r}")
         return near if not n & (n - 1) else self.corrected(near, total, repr(float(n)), repr(1 / n))
-
-    def _pick(self, n: Node, access: Access, index: str) -> str:
-        """One row of the table for each index; out of range, the program ends as torch's own lookup does on a GPU."""
-        assert isinstance(n.op, Gather)
-        t, (table, picks), axis = self.text, n.src, n.op.axis % len(n.src[0].shape)
-        extent = table.shape[axis]
-        at = self.cast(index, "int64")
-        if picks.dtype.kind == "int" and n.op.wraps:
-            at = self.where(t.v(f"{at} < 0"), t.v(f"{at} + {extent}"), at)
-        inside = t.v(f"({at} >= 0) & ({at} < {extent})")
-        place = access.of_leaf(table)
-        mask = self._mask(access, rows=True, columns=bool(place.columns) or n.src[1] in self._nest.across)
-        fine = inside if mask is None else t.v(f"{inside} | ({mask} == 0)")  # what is not there has no index
-        t.do(f"tl.device_assert({fine}, 'an index out of range')")
-        at = t.v(f"{self.where(inside, at, '0')} * {math.prod(table.shape[axis + 1 :])}")
-        at = self._sum(at, *self._spread(access, place))
-        return self._load(f"{self.pointer(table)} + {at}", mask, table.dtype)
