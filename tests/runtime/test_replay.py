@@ -1,9 +1,11 @@
 """Steps as graphs, with a recorder that stands for CUDA's: it runs the steps again into the same memory when replayed."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
-from tilewright.runtime.replay import SWITCH, Bound, OnDevice, Replay
+from tilewright.runtime.replay import SWITCH, Bound, OnDevice, Replay, results_last
 
 
 class Recorder:
@@ -79,6 +81,32 @@ def test_a_step_that_cannot_be_captured_runs_between_two_graphs(alone):
     for _ in range(3):
         x, y = torch.randn(3, 4), torch.randn(3, 4)
         assert same(replay([x, y]), wanted(x, y))
+
+
+def test_the_last_step_writes_large_results_where_the_caller_keeps_them():
+    recorder = Recorder()
+    x, y = torch.randn(3, 4), torch.randn(3, 4)
+    steps = results_last(chain(recorder), {5, 7}, [1 << 30] * 5)
+    why = "a graph would have its results of 1074 MB copied"
+    assert [s.alone for s in steps] == [None] * 4 + [why]  # what another step reads stays in the graph
+    steps[2] = replace(steps[2], run=lambda v: [v[0].sort(-1).values])
+    replay = Replay(steps, [None, None, WEIGHT, *[None] * 5], [(0, x), (1, y)], (5, 7), recorder)
+    assert replay.graphs == 1 and replay.alone == {4: why}
+    first = replay([x, y])
+    kept = [t.clone() for t in first]
+    a, b = torch.randn(3, 4), torch.randn(3, 4)
+    assert same(replay([a, b]), wanted(a, b)) and same(first, kept) and same(kept, wanted(x, y))
+
+
+@pytest.mark.parametrize(
+    ("outputs", "sizes", "alone"),
+    [({7}, [1 << 30] * 4 + [1 << 20], []), ({5}, [1 << 30] * 5, []), ({6, 7}, [1 << 30] * 5, [3, 4])],
+    ids=["small", "no result", "two"],
+)
+def test_which_steps_are_left_out_of_a_graph_for_their_results(outputs, sizes, alone):
+    steps = results_last(chain(Recorder()), outputs, sizes)
+    assert [i for i, s in enumerate(steps) if s.alone] == alone
+    assert not any(s.alone for s in results_last(steps[:2], {3, 4}, [1 << 30] * 2))
 
 
 def test_results_are_the_callers_own_and_inputs_are_left_alone():

@@ -29,7 +29,7 @@ from tilewright.progress import Progress
 from tilewright.rules.calibrate import Layer
 from tilewright.runtime.arrays import Wanted, address, is_numpy, separate, to_user
 from tilewright.runtime.partition import Part, decided, parts_for, problem_of_part
-from tilewright.runtime.replay import Bound, OnDevice
+from tilewright.runtime.replay import Bound, OnDevice, results_last
 from tilewright.schedule.budget import SharedBudget
 from tilewright.schedule.candidate import Kernel, Runner
 from tilewright.schedule.measure import last_cache_bytes
@@ -156,6 +156,8 @@ class Executable:
             )
             for i, step in enumerate(self.steps)
         ]
+        result_bytes = [sum(t.size_bytes for n in s.part.outputs if isinstance(t := n.type, TensorType)) for s in self.steps]
+        self._program = results_last(self._program, {slot[n] for n in self.graph.outputs}, result_bytes)
         self._wanted = [Wanted(name, t, self.target.device) for name, t in self.input_types.items()]
         self._inputs = [slot[n] for n in caller_inputs(self.graph)]
         count = len(self.graph.outputs) - len(self.graph.state)

@@ -3,15 +3,15 @@
 Consecutive steps are one graph; a step that cannot be captured (it waits for the host, or is a call into the source's own
 library) runs by itself between two graphs. A graph's outside inputs are copied to memory of its own first. Its results are
 copied out, so that they are the caller's own. The graphs of a program share one pool of memory, in which a value's place is
-taken again once its last reader has run.
+taken again once its last reader has run. The last steps run by themselves where copying their results would take longer.
 """
 
 from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from tilewright.ir.graph import Value
 
 SWITCH = "TILEWRIGHT_CUDA_GRAPH"
+LEAST_CAPTURED = 2  # steps, before those that run by themselves: a graph of one would save nothing
 HOST_US = 5.0  # a step launched from Python by itself, at least
 COPY_BYTES_PER_US = 1.5e6  # read and written: what copying inputs in and results out goes at on a slower GPU
 
@@ -57,6 +58,25 @@ class Bound:
         del results
         for slot in self.free:
             values[slot] = None
+
+
+def results_last(steps: Sequence[Bound], outputs: Collection[int], result_bytes: Sequence[int]) -> list[Bound]:
+    """The steps, of which the last run by themselves where their results are the program's own and so large that copying them
+    out of a graph would take longer than a launch: then they write to the caller's memory at once.
+
+    Args:
+        steps: in order.
+        outputs: slots of the program's results.
+        result_bytes: of each step.
+    """
+    found = list(steps)
+    for i in reversed(range(LEAST_CAPTURED, len(steps))):
+        own = steps[i].alone is None and all(slot in outputs for slot in steps[i].outputs)
+        if not own or 2 * result_bytes[i] / COPY_BYTES_PER_US <= HOST_US:
+            break
+        why = f"a graph would have its results of {result_bytes[i] / 1e6:.0f} MB copied"
+        found[i] = replace(steps[i], alone=why)
+    return found
 
 
 @dataclass(frozen=True)
