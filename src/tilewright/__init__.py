@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from tilewright import jax
+    from tilewright import jax, onnx_backend, ort
     from tilewright.any_shape import AnyShape
     from tilewright.compiler import Quantization, compile
     from tilewright.errors import TilewrightError
@@ -39,6 +39,8 @@ __all__ = [
     "load",
     "load_program",
     "matmul",
+    "onnx_backend",
+    "ort",
     "pack",
     "prepare",
     "quantize_",
@@ -75,8 +77,8 @@ def __getattr__(name: str) -> object:
     """Import the public names when first used: torch takes a second to import and `tilewright --help` needs none of it."""
     import importlib
 
-    if name == "jax":
-        return importlib.import_module("tilewright.jax")
+    if name in ("jax", "onnx_backend", "ort"):
+        return importlib.import_module(f"tilewright.{name}")
     if name not in _HOME:
         raise AttributeError(f"module 'tilewright' has no attribute {name!r}")
     return getattr(importlib.import_module(_HOME[name]), name)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import functools
+
 import onnx
 import pytest
 from onnx_node_suite import NAMED, Outcome, outcomes
 
+import tilewright.onnx_backend
 from report import DOCUMENT, tables, written
 
 pytestmark = pytest.mark.conformance
@@ -28,6 +31,12 @@ def test_every_case_of_the_named_operators_passes(found):
 
 def test_every_failure_is_onnxs_own_or_has_a_reason(found):
     assert all(o.reason for o in found if o.status == "fail")
+
+
+def test_the_same_cases_pass_compiled(found):
+    prepare = functools.partial(tilewright.onnx_backend.prepare, budget_s=0, cache=False)
+    compiled = outcomes(prepare=prepare)
+    assert {o.name for o in compiled if o.status == "fail"} == {o.name for o in found if o.status == "fail"}
 
 
 def test_the_document_says_what_happened(found):

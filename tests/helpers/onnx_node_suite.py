@@ -1,4 +1,4 @@
-"""onnx's own backend node tests, run in memory through the graph and the oracle."""
+"""onnx's own backend node tests, run in memory through the graph and the oracle, or compiled."""
 
 from __future__ import annotations
 
@@ -59,12 +59,15 @@ def cases() -> list[Any]:
         return load_model_tests(kind="node")
 
 
-def outcomes(wanted: Callable[[str], bool] = lambda op: True) -> list[Outcome]:
-    """Outcomes of the cases whose operator is wanted."""
+def outcomes(
+    wanted: Callable[[str], bool] = lambda op: True, prepare: Callable[[Any], Any] | None = None, every: int = 1
+) -> list[Outcome]:
+    """Outcomes of every n-th case whose operator is wanted; `prepare` makes a model ready, the oracle's if there is none."""
     ops = operators(cases())
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return [_outcome(c, ops[c.name]) for c in cases() if wanted(ops[c.name])]
+        prepare = prepare or frontend.backend().prepare
+        return [_outcome(c, ops[c.name], prepare) for c in [c for c in cases() if wanted(ops[c.name])][::every]]
 
 
 def operators(all_cases: Iterable[Any]) -> dict[str, str]:
@@ -78,15 +81,15 @@ def operators(all_cases: Iterable[Any]) -> dict[str, str]:
     return found
 
 
-def _outcome(case: Any, op: str) -> Outcome:
+def _outcome(case: Any, op: str, prepare: Callable[[Any], Any]) -> Outcome:
     try:
-        prepared = frontend.backend().prepare(case.model)
+        prepared = prepare(case.model)
         for inputs, expected in case.data_sets:
             _compare([_value(v) for v in expected], list(prepared.run([_value(v) for v in inputs])), case)
     except (TilewrightError, AssertionError, TypeError, ValueError) as error:
         drawn = "draws random numbers: no two runs agree"
         return Outcome(case.name, op, "fail", drawn if op == "Bernoulli" else _reason(case, error))
-    graphs = prepared.graphs.values()
+    graphs = [graph for graph, _ in prepared.graphs.values()]
     called = sorted({n.op.target for g in graphs for n in g.nodes() if n.op.name == "call"})
     return Outcome(case.name, op, "call" if called else "native", ", ".join(called))
 

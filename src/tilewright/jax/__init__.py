@@ -123,7 +123,7 @@ class Jitted:
                 _ffi().register(self._jax.ffi, platform)
                 _registered.add(platform)
             if key not in _programs:
-                _programs[key] = compile(text, device=device, **self._options)
+                _programs[key] = compile(text, device=device, dims=False, **self._options)
                 _ffi().add(key, _programs[key])
         if _programs[key] not in self.programs:
             self.programs.append(_programs[key])

@@ -14,12 +14,12 @@ from __future__ import annotations
 import ctypes
 import functools
 from collections.abc import Sequence
-from math import prod
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
 from tilewright.errors import InputError, TilewrightError
+from tilewright.runtime.arrays import at_address
 
 if TYPE_CHECKING:
     from tilewright.ir.graph import Value
@@ -47,13 +47,6 @@ _create = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p)
 def _words(address: int, count: int) -> Any:
     """Memory from an address on, as an array of integers of 64 bits."""
     return (ctypes.c_uint64 * count).from_address(address)
-
-
-class _CudaMemory:
-    """Bytes of device memory, as torch takes them over (the CUDA array interface, version 3)."""
-
-    def __init__(self, address: int, count: int) -> None:
-        self.__cuda_array_interface__ = {"shape": (count,), "typestr": "|u1", "data": (address, False), "version": 3}
 
 
 class _Callee:
@@ -111,20 +104,7 @@ def _over(buffers: Sequence[tuple[int, ...]], kinds: Sequence[TensorType], devic
     shapes, wanted = [b[2:] for b in buffers], [tuple(k.shape) for k in kinds]
     if shapes != wanted:
         raise InputError(f"{what} of shapes {shapes}, and the program was compiled for {wanted}")
-    return [over(b[0], k, device) for b, k in zip(buffers, kinds, strict=True)]
-
-
-def over(address: int, kind: TensorType, device: str) -> torch.Tensor:
-    """A contiguous tensor over memory at an address of the device. It does not hold the memory."""
-    dtype, count = kind.dtype.to_torch(), prod(kind.shape)
-    if not count:
-        return torch.empty(kind.shape, dtype=dtype, device=device)
-    size = count * dtype.itemsize
-    if device == "cpu":
-        flat = torch.frombuffer((ctypes.c_uint8 * size).from_address(address), dtype=torch.uint8)
-    else:
-        flat = torch.as_tensor(_CudaMemory(address, size), device=device)
-    return flat.view(dtype).view(kind.shape)
+    return [at_address(b[0], k, device) for b, k in zip(buffers, kinds, strict=True)]
 
 
 def _key(frame: Any) -> str:

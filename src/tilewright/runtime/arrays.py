@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Collection, Iterable, Sequence
+from math import prod
 from typing import TYPE_CHECKING, TypeGuard
 
 import numpy as np
@@ -212,3 +214,23 @@ def _repeats(t: torch.Tensor) -> bool:
 def address(tensor: torch.Tensor) -> int:
     """The address at which a tensor's storage begins."""
     return tensor.untyped_storage().data_ptr()
+
+
+def at_address(address: int, kind: TensorType, device: str) -> torch.Tensor:
+    """A contiguous tensor over memory at an address of a device (4-bit codes one to a byte). It does not hold the memory."""
+    dtype, count = kind.dtype.to_torch(), prod(kind.shape)
+    if not count:
+        return torch.empty(kind.shape, dtype=dtype, device=device)
+    size = count * dtype.itemsize
+    if device == "cpu":
+        flat = torch.frombuffer((ctypes.c_uint8 * size).from_address(address), dtype=torch.uint8)
+    else:
+        flat = torch.as_tensor(_CudaMemory(address, size), device=device)
+    return flat.view(dtype).view(kind.shape)
+
+
+class _CudaMemory:
+    """Bytes of device memory, as torch takes them over (the CUDA array interface, version 3)."""
+
+    def __init__(self, address: int, count: int) -> None:
+        self.__cuda_array_interface__ = {"shape": (count,), "typestr": "|u1", "data": (address, False), "version": 3}

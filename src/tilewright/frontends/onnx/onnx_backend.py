@@ -1,11 +1,12 @@
 """Tilewright as a backend of `onnx.backend.base`, which onnx's own test suite and other tools drive.
 
-The oracle evaluates the graph that the front end reads, so a test that passes proves the reading.
+Here the oracle evaluates the graph that the front end reads, so a test that passes proves the reading;
+`tilewright.onnx_backend` runs the compiled program.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -23,24 +24,32 @@ from tilewright.ir.graph import Graph
 from tilewright.ir.types import Shape
 from tilewright.ir.verify import verify
 
+Run = Callable[[Sequence[Any]], Sequence[Any]]  # values of a graph's inputs in, those of its outputs out
+
+
+def by_the_oracle(graph: Graph) -> Run:
+    """Run a graph by evaluating it."""
+    return lambda values: evaluate(graph, list(values))
+
 
 class TilewrightRep(BackendRep):
     """A model ready to run.
 
     Attributes:
-        graphs: one for each set of input shapes.
+        graphs: one for each set of input shapes, with what runs it.
     """
 
-    def __init__(self, model: onnx.ModelProto) -> None:
+    def __init__(self, model: onnx.ModelProto, ready: Callable[[Graph], Run] = by_the_oracle) -> None:
+        """`ready` gives what runs a graph."""
         constants = {t.name for t in model.graph.initializer}
-        self._model = model
+        self._model, self._ready = model, ready
         self._inputs = [i for i in model.graph.input if i.name not in constants]
-        self.graphs: dict[tuple[Shape, ...], Graph] = {}
+        self.graphs: dict[tuple[Shape, ...], tuple[Graph, Run]] = {}
         if not symbolic(self._inputs):
             self.graph([])
 
-    def graph(self, inputs: Sequence[object]) -> Graph:
-        """The graph for inputs of these shapes, or for the model's own if they are not given."""
+    def graph(self, inputs: Sequence[object]) -> tuple[Graph, Run]:
+        """The graph for inputs of these shapes, or for the model's own if they are not given, and what runs it."""
         shapes = tuple(np.shape(v) if isinstance(v, np.ndarray) else () for v in inputs)  # type: ignore[arg-type]
         dims: Mapping[str, Shape] = {}
         if symbolic(self._inputs):
@@ -49,7 +58,8 @@ class TilewrightRep(BackendRep):
         else:
             shapes = ()
         if shapes not in self.graphs:
-            self.graphs[shapes] = verify(front_end.load(self._model, LoadOptions(input_dims=dims)))
+            graph = verify(front_end.load(self._model, LoadOptions(input_dims=dims)))
+            self.graphs[shapes] = graph, self._ready(graph)
         return self.graphs[shapes]
 
     def run(self, inputs: Any, **kwargs: Any) -> tuple[Any, ...]:
@@ -57,12 +67,12 @@ class TilewrightRep(BackendRep):
         values = [inputs] if isinstance(inputs, np.ndarray) else list(inputs)
         if len(values) != len(self._inputs):
             raise InputError(f"{counted(len(self._inputs), 'input')} wanted, {len(values)} given")
-        graph = self.graph(values)
+        graph, run = self.graph(values)
         feeds: list[Any] = []
         for node, value in zip(graph.inputs, values, strict=True):
             label = f"input {getattr(node.op, 'label', '')!r}"
             feeds.append(value if node.dtype is OPAQUE else from_array(value, node.tensor, label))
-        results = evaluate(graph, feeds)
+        results = run(feeds)
         return tuple(
             r if node.dtype is OPAQUE else to_numpy(r, element_code(node.dtype))  # type: ignore[arg-type]
             for node, r in zip(graph.outputs, results, strict=True)
