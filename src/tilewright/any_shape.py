@@ -179,12 +179,12 @@ class AnyShape:
 
     @property
     def layers(self) -> tuple[Layer, ...]:
-        """What quantising a float model did to each product."""
+        """The products of a float model as quantising left them."""
         return self._regions[0].reading.layers
 
     @property
     def guards(self) -> list[str]:
-        """What rules took for granted, of each region: shapes for which it does not hold are compiled anew."""
+        """The assumptions of the rules, for each region: shapes for which they do not hold are compiled anew."""
         return [r.reading.scope.words for r in self._regions]
 
     def __call__(self, *args: object, **kwargs: object) -> object:
@@ -252,7 +252,7 @@ class AnyShape:
                 self._kept[key] = self._instance(values, choice)
 
     def _held(self, region: _Region, of_problem: Mapping[AnyProblem, Sequence[Key]]) -> TuningDatabase | None:
-        """What is known of problems, where products keep to the order in which their weights are packed."""
+        """The tuning database, held to the order in which each product's weight is packed."""
         if self._database is None:
             return None
         packings = {p: region.packings[k] for p, keys in of_problem.items() for k in keys if k in region.packings}
@@ -434,7 +434,7 @@ def _keys_of(keys: Mapping[Part, Key]) -> dict[AnyProblem, list[Key]]:
 
 
 def apart(a: AnyProblem, b: AnyProblem) -> float:
-    """How many times more work one problem is than the other that differs in extents alone, by what its results hold; of
+    """The ratio of work between two problems that differ in extents alone, by the elements of their results; of
     attentions, which work for each pair of a query and a key, the larger ratio of these."""
     sizes = [[t.elements for t in x.outputs] for x in (a, b)]
     if isinstance(a, AttentionProblem) and isinstance(b, AttentionProblem):

@@ -62,7 +62,7 @@ class Sighting:
 
 
 def stamp_of(status: os.stat_result) -> tuple[int, ...]:
-    """What a file's status says of its content: device, inode, bytes, times of the last change of bytes and of status in ns."""
+    """A file's status, as far as it changes with its content: device, inode, bytes, times of change (bytes, status) in ns."""
     return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
 
 

@@ -406,7 +406,7 @@ class InferenceSession:
         return list(self._overridable)
 
     def get_modelmeta(self) -> ModelMetadata:
-        """What the model's producer wrote into it."""
+        """Metadata that the model's producer wrote into it."""
         return self._meta
 
     def get_providers(self) -> list[str]:
@@ -418,7 +418,7 @@ class InferenceSession:
         return {n: {"device_id": d.partition(":")[2] or "0"} if d != "cpu" else {} for n, d in self._providers.items()}
 
     def get_session_options(self) -> Any:
-        """What was given as `sess_options`."""
+        """The `sess_options` that were given."""
         return self._sess_options
 
     def disable_fallback(self) -> None:
@@ -542,7 +542,7 @@ def _device(kind: str, index: int) -> str:
 
 
 def _taken(value: Any) -> object:
-    """What a value holds: one of ours, or of onnxruntime's."""
+    """The array in a value: one of ours, or of onnxruntime's."""
     return value.value if isinstance(value, OrtValue) else value.numpy() if hasattr(value, "numpy") else value
 
 

@@ -19,7 +19,7 @@ Progress = Callable[[int, int, str], None]  # told how many are done, how many t
 
 
 class Said:
-    """What is done, and how far: called with how many are done, how many there are, and what comes next."""
+    """A listener to progress: called with how many are done, how many there are, and what comes next."""
 
     def __init__(self, what: str, ends: float | None = None) -> None:
         """`ends`: when it must be over, by `time.monotonic`."""

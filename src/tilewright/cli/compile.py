@@ -290,7 +290,7 @@ def _place(given: Given, how: Compiling) -> Place[Program] | None:
 
 
 def _described(layers: Sequence[Layer], how: Compiling) -> Quantized | None:
-    """What quantising chose, as reports have it."""
+    """Quantising's choices, as reports have them."""
     if how.scheme is None:
         return None
     from tilewright.report.measure.accuracy import describe_quantization

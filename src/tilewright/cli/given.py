@@ -72,7 +72,7 @@ class Given:
         return graph
 
     def options(self) -> LoadOptions:
-        """How the program is read.
+        """Options for reading the program.
 
         Raises:
             InputError: the file of inputs cannot be read.

@@ -1,4 +1,4 @@
-"""What `mode=` and `options=` of `torch.compile` say."""
+"""`mode=` and `options=` of `torch.compile`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ PATIENT_S = 60.0
 
 @dataclass(frozen=True)
 class Options:
-    """How graphs are compiled, by `torch.compile(..., options={name: value})`.
+    """Options of a compile, given by `torch.compile(..., options={name: value})`.
 
     Attributes:
         budget_s: seconds for measuring the kernels of a program, once it is called often; 0 takes what was measured before, or

@@ -16,7 +16,7 @@ from tilewright.ir.shown import op_name
 
 @dataclass(frozen=True)
 class Account:
-    """What rules did, and what they left.
+    """An account of rules: what they did, and what they left.
 
     Attributes:
         left: of a node, the sentences of rules that recognised it and left it.

@@ -129,7 +129,7 @@ def _fits(given: Node, shape: Shape, what: str, where: str | None) -> None:
 
 
 def _root(node: Node) -> Node:
-    """What a view is a view of."""
+    """The node that a view shows."""
     while isinstance(node.op, Reshape):
         node = node.src[0]
     return node

@@ -194,7 +194,7 @@ class _Shared:
 
     @staticmethod
     def of(signature: Signature) -> _Shared | None:
-        """What layers of a signature share; None where a constant is so small that programs are written for its value."""
+        """Programs that layers of a signature share; None where a constant is so small that they are written for its value."""
         with _sharing:
             if signature not in _shared:
                 try:
@@ -307,7 +307,7 @@ class Kernels:
             self._ready.update({rung: program.run for rung, program in made.items()})
 
     def to_build(self, rows: Iterable[int]) -> tuple[list[AnyProblem], list[Job]]:
-        """What `AnyRows.to_build` gives, for so many rows together."""
+        """The result of `AnyRows.to_build` for so many rows together."""
         rungs = dict.fromkeys(rung for count in rows for _, rung in pieces(count, self._most))
         found = [self._rows.to_build(rung) for rung in rungs if rung not in self._ready]
         return [p for problems, _ in found for p in problems], [job for _, jobs in found for job in jobs]

@@ -151,14 +151,14 @@ class SavedProgram(Graphs, frozen=True):
 
 
 class SavedAccount(msgspec.Struct, frozen=True):
-    """What rules did, by number of the node (`Account`)."""
+    """An account of rules (`Account`), by number of the node."""
 
     left: tuple[tuple[int, tuple[str, ...]], ...]
     rules: tuple[tuple[int, tuple[str, ...]], ...]
 
 
 class SavedLayer(msgspec.Struct, frozen=True):
-    """What quantising did to a product (`calibrate.Layer`); numbers as Python writes them, since JSON has no NaN."""
+    """A product as quantising left it (`calibrate.Layer`); numbers as Python writes them, since JSON has no NaN."""
 
     where: str
     error: str
@@ -177,7 +177,7 @@ class SavedLayers(msgspec.Struct, frozen=True):
 
 
 class Kept(msgspec.Struct, frozen=True):
-    """What a program of the user's cache adds (`programs.py`).
+    """Additions of a program in the user's cache (`programs.py`).
 
     Attributes:
         request: all that decided the result, as JSON.
@@ -316,13 +316,13 @@ class _Writer:
         )
 
     def account(self, program: Executable) -> SavedAccount:
-        """What rules did."""
+        """The account of the rules."""
         number, told = {n: i for i, n in enumerate(_numbered(program.graph))}, program.account
         left, rules = (tuple((number[n], tuple(s)) for n, s in said.items()) for said in (told.left, told.rules))
         return SavedAccount(left, rules)
 
     def layers(self, program: Executable) -> SavedLayers | None:
-        """What quantising did."""
+        """The products as quantising left them."""
         if not program.layers:
             return None
         saved = tuple(
@@ -541,7 +541,7 @@ def _loaded(
 
 
 def kept_in(container: Container) -> Kept:
-    """What a kept program depends on.
+    """Dependences of a kept program.
 
     Raises:
         InputError: it is none, or no key of this user signed it.
@@ -651,7 +651,7 @@ class _Reader(Generic[E]):
         return made
 
     def _layers(self, saved: SavedLayers) -> tuple[Layer, ...]:
-        """What quantising did to each product."""
+        """The products as quantising left them."""
         before, after = (self._roots(text) for text in (saved.before, saved.after))
         if not len(before) == len(after) == len(saved.layers):
             raise self._container.broken("its layers are others")

@@ -28,7 +28,7 @@ ENDS_S = 3.0  # at the process's end, for the problem under way
 
 
 class Chooser(Protocol):
-    """What chooses kernels (`SharedBudget`)."""
+    """A choice of kernels, such as `SharedBudget`."""
 
     def __call__(self, problem: AnyProblem, weights: Mapping[int, torch.Tensor]) -> Decision: ...
 

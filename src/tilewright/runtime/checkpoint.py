@@ -164,7 +164,7 @@ class Checkpoint:
         return self._config.get(key)
 
     def _group(self, layer: str, part: str) -> Mapping[str, object]:
-        """What compressed-tensors' configuration says of a layer's "weights" or "input_activations"."""
+        """The entry of compressed-tensors' configuration for a layer's "weights" or "input_activations"."""
         for group in _table(self._config.get("config_groups")).values():
             targets = _table(group).get("targets")
             named = (str(t) for t in cast("list[object]", targets)) if isinstance(targets, list) else ()
@@ -214,7 +214,7 @@ def read_checkpoint(path: str | Path) -> Checkpoint:
 
 
 def _configuration(folder: Path) -> dict[str, object]:
-    """What a configuration beside the files says of quantised layers."""
+    """Settings of quantised layers, from a configuration beside the files."""
     for name in ("config.json", "quantize_config.json"):
         if (folder / name).exists():
             said = _json(folder / name)

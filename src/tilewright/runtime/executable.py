@@ -270,7 +270,7 @@ class Executable:
 
     @property
     def account(self) -> Account:
-        """What rules did to the graph, and what they left."""
+        """The account of the rules: what they did to the graph, and what they left."""
         return account_of(self.trace, self.graph) if self.told is None else self.told
 
     @property

@@ -103,7 +103,7 @@ class Found:
     file: Sighting
 
     def said(self) -> object:
-        """What a request says of it: a link's own name is the graph's, and where it leads tells which data lie beside it."""
+        """Text for a request: a link's own name is the graph's, and where it leads tells which data lie beside it."""
         path = self.file.path
         return str(path.absolute()), str(path.resolve()), self.file.digest()
 
@@ -130,7 +130,7 @@ class Text:
     text: str
 
     def said(self) -> object:
-        """What a request says of it."""
+        """Text for a request."""
         return hashlib.sha256(self.text.encode(errors="surrogatepass")).hexdigest()
 
     def load(self, options: LoadOptions) -> Graph:

@@ -230,7 +230,7 @@ def _crossing(times: Sequence[Mapping[str, float]], one: str, two: str) -> float
 
 
 def _times_slower(name: str, rows: int, raced: Mapping[int, Mapping[str, float]], expected: float) -> float:
-    """How many times as long as the winner a family is taken to need at a number of rows where it did not race: as at the
+    """The ratio of a family's time to the winner's that is assumed at a number of rows where it did not race: as at the
     nearest where it did; else as expected. At least as long."""
     known = [m for m in raced if name in raced[m]]
     near = min(known, key=lambda m: abs(math.log(m / rows)), default=None)
@@ -373,7 +373,7 @@ class _Race:
         return predict(candidate, decision.problem, decision.kernel.schedule, self._target) or UNKNOWN_US
 
     def expected(self, rows: int, family: PackingVariants) -> float:
-        """How many times the time of the winner of a race the cost model expects of a family that serves these rows."""
+        """The ratio to the time of a race's winner that the cost model expects of a family that serves these rows."""
         won = self._decided.get(rows)
         if won is None:
             return UNKNOWN_TIMES

@@ -173,8 +173,8 @@ class SharedBudget:
         return decision
 
     def _stopgap(self, problem: AnyProblem, weights: Mapping[int, torch.Tensor]) -> Decision:
-        """What is there at once: a library that passes its check, or the reference, which needs none, where there is no library
-        or no time for that either."""
+        """The first choice, there at once: a library that passes its check, or the reference, which needs none, where there is
+        no library or no time for that either."""
         self.stopgaps += 1
         self._waiting.pop(self._texts[problem], None)
         able = [c for c in discover() if concerns(c, problem, self._target)]

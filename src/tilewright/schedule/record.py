@@ -157,9 +157,11 @@ class Range(msgspec.Struct, frozen=True):
 
 
 class Table(msgspec.Struct, frozen=True):
-    """Which kernels serve which rows: the seconds that were given for measuring, the buckets, the bytes of packed weight and
-    the times in µs by rows, both by the name of what raced. Its key is that of every budget, its problem's digest that of the
-    first and of the last number of rows. `provisional`: why the times are not reliable, "" if they are."""
+    """A table of the kernels that serve ranges of rows.
+
+    It holds the seconds that were given for measuring, the buckets, the bytes of packed weight and the times in µs by rows,
+    both by the name of what raced. Its key is that of every budget, its problem's digest that of the first and of the last
+    number of rows. `provisional`: why the times are not reliable, "" if they are."""
 
     key: Key
     budget_s: Annotated[float, msgspec.Meta(ge=0)]

@@ -119,7 +119,7 @@ class _Space:
     behind: str = ""
 
     def left(self) -> int | None:
-        """How many; None where they would be compiled for it, as a GPU's are that are ranked by their machine code."""
+        """The number of points; None where that means compiling them, as for a GPU's that are ranked by their machine code."""
         if isinstance(self.plan, Precompiled):
             return None
         try:

@@ -49,7 +49,7 @@ class Shipped(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def place(self) -> Place:
-        """What it is found by."""
+        """The key that finds it."""
         return self.problem, self.cold, self.budget
 
 
@@ -71,7 +71,7 @@ class ShippedFile(msgspec.Struct, frozen=True):
 
 
 def common(key: Key) -> Key:
-    """What a key has in common with those of all decisions made with the same chip and settings."""
+    """The part of a key that all decisions share that were made with the same chip and settings."""
     return msgspec.structs.replace(key, **_ELSEWHERE)
 
 
@@ -113,7 +113,7 @@ def read(file: Path) -> tuple[Group, ...]:
 
 
 def measured(file: Path, key: Key) -> set[Place]:
-    """What a file has already that was measured with these libraries and this version of the code.
+    """The decisions of a file that were measured with these libraries and this version of the code.
 
     Raises:
         InputError: the file holds something else.

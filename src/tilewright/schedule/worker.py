@@ -205,7 +205,7 @@ class HostedBench:
 
 
 def _lost(schedule: Schedule, died: DiedError) -> Attempt:
-    """What became of a point whose worker is gone: one that other programs starved is not held to have crashed or hung."""
+    """The verdict on a point whose worker is gone: one that other programs starved is not held to have crashed or hung."""
     return Attempt(schedule, Fault("starved" if died.contended else "lost", str(died)))
 
 

@@ -312,7 +312,7 @@ class _Walk:
 
 
 def _viewed(value: fx.Node, may_be: Callable[[fx.Node], bool]) -> tuple[fx.Node, Views]:
-    """What a node is a view of, all of its elements, as far as `may_be` allows; and through which operators."""
+    """The node of which another is a view, all of its elements, as far as `may_be` allows; and through which operators."""
     views: list[tuple[OpOverload, tuple[object, ...], Mapping[str, object]]] = []
     while isinstance(value.target, OpOverload) and value.target.is_view and isinstance(value.meta["val"], torch.Tensor):
         base, *rest = value.args

@@ -137,8 +137,8 @@ def symbols_of(program: ExportedProgram, inputs: Mapping[str, object], options: 
 def dynamic_shapes(
     module: torch.nn.Module, dims: Mapping[str, object] | bool, args: tuple[object, ...], kwargs: Mapping[str, object]
 ) -> dict[str, object]:
-    """What `torch.export` is told of extents that stay open: for dims by the name of a parameter of `forward` and the number of
-    an axis ("x.0"), those; with True all that torch can leave open.
+    """`torch.export`'s `dynamic_shapes` for extents that stay open: for dims by the name of a parameter of `forward` and the
+    number of an axis ("x.0"), those; with True all that torch can leave open.
 
     Raises:
         InputError: `forward` has no such parameter, or it is no tensor with such an axis.

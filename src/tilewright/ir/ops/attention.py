@@ -153,7 +153,7 @@ class Attention(Op):
 
     @property
     def hidden(self) -> float:
-        """What kernels put in the place of a score that is hidden."""
+        """The number that stands for a hidden score in kernels."""
         return DROWNED if self.equal_masked_rows else float("-inf")
 
     def _region(

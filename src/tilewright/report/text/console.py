@@ -61,7 +61,7 @@ def console(file: TextIO | None = None) -> Console:
 
 
 def printed(show: Callable[[Console], None]) -> str:
-    """What is printed on a console as plain text."""
+    """Output of a console as plain text."""
     text = io.StringIO()
     show(console(text))
     return text.getvalue().rstrip("\n")

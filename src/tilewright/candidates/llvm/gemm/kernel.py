@@ -108,7 +108,7 @@ class GemmWriter:
         return self._pointer(f, self.nest.pointers - 1) if self.nest.constant else self._scratch(f, self.nest.rhs_at)
 
     def _finished(self, f: Function) -> str:
-        """Where finished packing tasks are counted."""
+        """The counter of finished packing tasks."""
         return self._counter(f, PACKED)
 
     def _counter(self, f: Function, which: int) -> str:

@@ -137,7 +137,7 @@ def add(acc, row_max, row_sum, parts, block, i, factors, config):
 
 @triton.jit
 def power_of(x, factors, config):
-    """What weights are brought to a larger score by."""
+    """The factor that brings weights to a larger score."""
     if config.exact:
         return tl.exp(x)
     else:

@@ -73,7 +73,7 @@ class KernelConfig(TileConfig):
 
     @property
     def hidden(self) -> float:
-        """What is put in the place of a score that is hidden."""
+        """The number that stands for a hidden score."""
         return DROWNED if self.equal_rows else -math.inf
 
     @property

@@ -124,7 +124,7 @@ def announce(counts, step, item, count):
 
 @gluon.jit
 def announced(counts, step):
-    """What a consumer is told: an item, past the last one at the end, and how many chunks of keys it has."""
+    """A message to a consumer: an item, past the last one at the end, and how many chunks of keys it has."""
     one: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     slot = counts.state(step)
     counts.wait(slot)

@@ -48,7 +48,7 @@ class TmaView:
         return [_digit(names[name], inner, extent) for name, inner, extent in self.digits]
 
     def map(self, meta: Mapping[str, Any]) -> TensorMap:
-        """What a descriptor of the array is made of. `meta`: what Triton says of the descriptor's boxes."""
+        """The arguments of a descriptor of the array. `meta`: what Triton says of the descriptor's boxes."""
         from triton.backends.nvidia.driver import TMA_DTYPE_DEVICE_TO_HOST
 
         dtype, size = TMA_DTYPE_DEVICE_TO_HOST[meta["elem_type"]], meta["elem_size"]
