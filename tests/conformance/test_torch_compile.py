@@ -9,6 +9,7 @@ import transformers
 from torch._dynamo.utils import counters
 from transformers import CompileConfig
 
+import tilewright
 from tilewright import dynamo
 from tilewright.schedule import tuning_database
 
@@ -156,9 +157,13 @@ def test_three_steps_of_an_optimiser():
             optimiser.zero_grad()
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma3", "mistral"])
-def test_generates_eagers_tokens(name):
+@pytest.mark.parametrize(
+    ("name", "scheme"), [("llama", None), ("llama", "w4g64"), ("qwen3", None), ("gemma3", None), ("mistral", None)]
+)
+def test_generates_eagers_tokens(name, scheme):
     model, _ = made(name)
+    if scheme is not None:
+        tilewright.quantize_(model, scheme)
     config = CompileConfig(backend="tilewright", mode=None, options={"budget_s": 0})
     config._compile_all_devices = True  # on a CPU, too
     for length in (7, 7, 12):
