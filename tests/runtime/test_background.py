@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import threading
+import weakref
 from dataclasses import replace
 
 import pytest
@@ -17,6 +18,7 @@ from tilewright.hardware.detect import detect
 from tilewright.ir.build import const, input_
 from tilewright.ir.graph import Graph
 from tilewright.ir.ops import gemm
+from tilewright.runtime import background
 from tilewright.schedule import budget
 from tilewright.schedule.cache import Cache
 from tilewright.schedule.candidate import Kernel, Schedule
@@ -170,6 +172,29 @@ def test_compile_returns_what_a_budget_of_0_takes_and_keeps_what_is_found(monkey
     assert program.wait(PATIENCE_S) and len(asked) == 2 and asked[1] > 0
     assert [s.decision.time_us for s in program.steps] == [2.0] and [r.time_us for r in kept.records() if r.time_us] == [2.0]
     assert compiler.compile(graph(5), budget_s=0, cache=False, background=True).search is None
+
+
+def test_searches_end_together_and_what_fails_then_is_not_reported(monkeypatch, caplog):
+    """Several programs' searches have one span at the process's end; their worker may be gone before they are."""
+    monkeypatch.setattr(background, "ENDS_S", 0.2)
+    monkeypatch.setattr(background, "_all", weakref.WeakSet())
+    go, programs, waits = threading.Event(), [], []
+
+    class Gone(Planted):
+        def __call__(self, problem, weights):
+            assert go.wait(PATIENCE_S)
+            raise AttributeError("no worker")
+
+    for _ in range(3):
+        programs.append(compiler.compile(graph(5), budget_s=0, cache=False))
+        programs[-1].search_on(lambda: Gone([]))
+    stop = background.Background.stop
+    monkeypatch.setattr(background.Background, "stop", lambda b, within_s: (waits.append(within_s), stop(b, within_s)))
+    background._end()
+    assert waits[:3] == [0] * 3 and sum(waits) <= 0.2 * 2, "the last two wait for what the first left, which is next to nothing"
+    go.set()
+    assert all(p.wait(PATIENCE_S) for p in programs) and caplog.messages == []
+    assert {str(p.search) for p in programs} == {"stopped: 0 of 1 problem done, 0 with another kernel than at first"}
 
 
 SCRIPT = """

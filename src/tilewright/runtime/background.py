@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import threading
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Protocol, cast
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from tilewright.ir.graph import Node, Value
 
 ALLOWED_S = 60.0  # for candidates that take long to refuse, together
-ENDS_S = 3.0  # at the process's end, for the problem under way
+ENDS_S = 3.0  # at the process's end, for the problems under way
 
 
 class Chooser(Protocol):
@@ -85,6 +86,8 @@ class Background:
             with limited(self._program.threads):
                 self._search()
         except BaseException as error:  # told by `wait`
+            if self._over.is_set():  # nobody waits for what is under way, whose worker may be gone
+                return
             self._error = error
             LOGGER.warning("the search in the background failed: %s: %s", type(error).__name__, error)
         finally:
@@ -134,6 +137,9 @@ _all = WeakSet[Background]()
 
 
 def _end() -> None:
-    """End the searches with the process, while they have a worker."""
-    for each in list(_all):
-        each.stop(ENDS_S)
+    """End the searches with the process, while they have a worker: all within `ENDS_S`."""
+    searches, ends = list(_all), time.monotonic() + ENDS_S
+    for each in searches:
+        each.stop(0)
+    for each in searches:
+        each.stop(max(0.0, ends - time.monotonic()))
