@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 
 from tilewright import deadline
 from tilewright.any_shape import AnyShape, Reading
-from tilewright.errors import InputError, UnsupportedError, check_type, counted, say
+from tilewright.errors import InputError, RewriteError, UnsupportedError, check_type, counted, say
 from tilewright.frontends import LoadOptions, load
 from tilewright.hardware.detect import detect, one_of
 from tilewright.hardware.target import Target
@@ -28,7 +28,7 @@ from tilewright.ir.dims import Scope
 from tilewright.ir.graph import Graph, Node
 from tilewright.ir.instance import dims_of
 from tilewright.ir.ops import Call, Const
-from tilewright.ir.pattern import Pass, Rule, Trace, discover, over, rewrite
+from tilewright.ir.pattern import Pass, Rule, Trace, discover, over, rewrite, without_broken
 from tilewright.ir.verify import verify
 from tilewright.program import Program
 from tilewright.progress import Progress, said
@@ -96,14 +96,31 @@ def optimise(
     trace = trace if trace is not None else Trace()
     rules = discover("tilewright.rules", Rule)
     passes = discover("tilewright.rules", Pass)
+    for r in (*rules, *passes):
+        if r.package and r.stage not in (*STAGES, EXCESS_PRECISION, CANONICAL):
+            say(f"plug-in {r.package}: the rule {r.name} never runs: there is no stage {r.stage!r}, but {', '.join(STAGES)}")
     for stage in (*STAGES, EXCESS_PRECISION) if excess_precision else STAGES:
         graph = rewrite(graph, [r for r in rules if r.stage in (stage, CANONICAL)], trace, until=until)
         for p in passes:
             if p.stage == stage:
-                graph = _passed(p, graph, trace, until)
+                graph = _passed(p, graph, trace, until) if not p.package else _passed_or_left_out(p, graph, trace, until)
         verify(graph)
         if visit is not None:
             visit(stage, graph)
+    return graph
+
+
+def _passed_or_left_out(p: Pass, graph: Graph, trace: Trace, until: float) -> Graph:
+    """The graph after a pass of another package; as it was where the pass raises or breaks the graph, which a warning says."""
+    try:
+        after = _passed(p, graph, trace, until)
+        verify(after)
+        if [n.type for n in (*after.inputs, *after.outputs)] == [n.type for n in (*graph.inputs, *graph.outputs)]:
+            return after
+        what = "it changes the types of inputs or results"
+    except Exception as error:  # its code may raise anything
+        what = f"{type(error).__name__}: {error}"
+    without_broken([p], RewriteError(f"it failed: {what}", rules=(p.name,)))
     return graph
 
 

@@ -83,7 +83,15 @@ def counted(count: int, noun: str) -> str:
 
 
 class RewriteError(TilewrightError):
-    """A rule broke the graph's type or did not converge: a bug in the rule named."""
+    """A rule broke the graph's type or did not converge: a bug in the rule named.
+
+    Attributes:
+        rules: names of the rules that may have the bug.
+    """
+
+    def __init__(self, what: str, *, where: str | None = None, hint: str | None = None, rules: tuple[str, ...] = ()) -> None:
+        super().__init__(what, where=where, hint=hint)
+        self.rules = rules
 
 
 class MissingDependencyError(TilewrightError):

@@ -19,7 +19,7 @@ PACKAGE = SOURCE / "tilewright"
 # From the ground up; those on one floor do not import each other.
 FLOORS = (
     {"errors"},
-    {"dtype", "digests", "discovery", "files", "tracing", "deadline", "progress", "threads", "versions"},
+    {"dtype", "digests", "discovery", "files", "tracing", "deadline", "progress", "threads", "versions", "plug_ins"},
     {"ir", "hardware"},
     {"frontends", "rules", "schedule"},
     {"lowering"},

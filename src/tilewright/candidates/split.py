@@ -283,7 +283,7 @@ def in_order(pieces: Sequence[Piece], kernels: Sequence[Kernel], weights: Mappin
 
     def recipe(parts: Parts) -> Split:
         each = zip(runners, kernels, strict=True)
-        return Split(tuple(recipe_of(r, parts) or Built(k.candidate, k.schedule.knobs) for r, k in each))
+        return Split(tuple(recipe_of(r, parts) or Built.of(k) for r, k in each))
 
     return describe(run, recipe)
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from tilewright import threads
+from tilewright import plug_ins, threads
 from tilewright.discovery import modules
 from tilewright.errors import InputError
 from tilewright.hardware.target import Chip, Target
@@ -34,9 +34,36 @@ SYSFS_CACHE = Path("/sys/devices/system/cpu/cpu0/cache")
 
 
 def chips(extra: Iterable[Path] = ()) -> list[Chip]:
-    """Every chip with a data file, the most demanding first, families last; `extra` folders are searched too."""
+    """Every chip with a data file, the most demanding first, families last; `extra` folders are searched, too, and so are other
+    packages (`plug_ins.py`)."""
     found = [m.CHIP for m in modules("tilewright.hardware.chips", extra, "CHIP")]
+    found += [c for c in _plugged_in() if c.name not in {own.name for own in found}]
     return sorted(found, key=lambda c: (c.family, -len(c.requires), c.name))
+
+
+@cache
+def _plugged_in() -> tuple[Chip, ...]:
+    """The chips of other packages, but for those that cannot be used."""
+    taken, found = {m.CHIP.name for m in modules("tilewright.hardware.chips", defining="CHIP")}, list[Chip]()
+    for chip, plug_in in plug_ins.loaded(plug_ins.CHIPS, (Chip,), "CHIP"):
+        why = f"there is a chip {chip.name} already" if chip.name in taken else _unusable(chip)
+        if why:
+            plug_in.leave_out(why)
+        else:
+            taken.add(chip.name)
+            found.append(chip)
+    return tuple(found)
+
+
+def _unusable(chip: Chip) -> str:
+    """The words why no machine could be matched with a plug-in's chip; "" if one can."""
+    if chip.kind not in ("cpu", "cuda") or type(chip.requires) is not frozenset:
+        return "its kind is neither cpu nor cuda, or what it requires is no frozenset"
+    try:
+        re.compile(chip.named)
+    except re.error as error:
+        return f"the pattern {chip.named!r} of names that it has is none: {error}"
+    return ""
 
 
 def match(kind: str, features: frozenset[str], extra: Iterable[Path] = (), name: str = "") -> Chip | None:

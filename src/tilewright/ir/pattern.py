@@ -10,13 +10,13 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TypeVar
 
-from tilewright import deadline
+from tilewright import deadline, plug_ins
 from tilewright.discovery import modules
-from tilewright.errors import RewriteError, TilewrightError
+from tilewright.errors import RewriteError, TilewrightError, say
 from tilewright.ir.graph import Graph, Node, Op, Users, toposort
 
 # Rewrites at one place, or sweeps, before rules are taken to fire for ever: far more than any that settle need.
@@ -93,13 +93,15 @@ class Match:
 
 @dataclass(frozen=True)
 class Rule:
-    """A named rewrite. `name` reads as a sentence; `doc` is `before -> after`, where it holds, whether it is exact."""
+    """A named rewrite. `name` reads as a sentence; `doc` is `before -> after`, where it holds, whether it is exact. `package`
+    is that of a plug-in, "" of ours."""
 
     name: str
     stage: str
     pattern: Pat
     apply: Callable[[Match], Node | None]
     doc: str
+    package: str = ""
 
 
 def rule(pattern: Pat, *, stage: str) -> Callable[[Callable[[Match], Node | None]], Rule]:
@@ -119,6 +121,7 @@ class Pass:
     stage: str
     apply: Callable[[Graph, Trace], Graph]
     doc: str
+    package: str = ""
 
 
 def graph_pass(*, stage: str) -> Callable[[Callable[[Graph, Trace], Graph]], Pass]:
@@ -134,7 +137,8 @@ R = TypeVar("R", Rule, Pass)
 
 
 def discover(package: str, kind: type[R], extra: Iterable[Path] = ()) -> list[R]:
-    """Every `Rule` (or `Pass`) defined in the modules of `package`, by name; `extra` folders are searched too.
+    """Every `Rule` (or `Pass`) defined in the modules of `package`, by name; `extra` folders are searched, too, and so are
+    other packages, by entry points of a group of that name. One of another package whose name is taken is left out.
 
     Raises:
         RewriteError: two have the same name.
@@ -144,7 +148,35 @@ def discover(package: str, kind: type[R], extra: Iterable[Path] = ()) -> list[R]
         for v in vars(module).values():
             if isinstance(v, kind) and found.setdefault(v.name, v) is not v:
                 raise RewriteError(f"two rules are named {v.name}", where=module.__name__, hint="a report names a rule")
+    seen = {id(v) for v in found.values()}
+    for v, plug_in in plug_ins.loaded(package, (Rule, Pass)):
+        if not isinstance(v, kind) or id(v) in seen or v.name in _left_out:  # one that a module imports from another; broken
+            continue
+        seen.add(id(v))
+        if found.setdefault(v.name, v) is v:
+            found[v.name] = replace(v, package=plug_in.package)
+        else:
+            plug_in.leave_out(f"two rules are named {v.name}")
     return [found[name] for name in sorted(found)]
+
+
+_left_out: set[str] = set()  # names of rules of other packages that are broken
+
+
+def without_broken(rules: Sequence[R], error: RewriteError) -> list[R]:
+    """The rules but for those of other packages by which an error may have come about, which this process uses no more; a
+    warning names them.
+
+    Raises:
+        RewriteError: the same, as none of the rules that it names is another package's.
+    """
+    broken = [r for r in rules if r.package and r.name in error.rules]
+    if not broken:
+        raise error
+    for r in broken:
+        say(f"plug-in {r.package}: the rule {r.name} is left out: {error.what}")
+        _left_out.add(r.name)
+    return [r for r in rules if r not in broken]
 
 
 @dataclass(frozen=True)
@@ -196,10 +228,23 @@ def rewrite(graph: Graph, rules: Sequence[Rule], trace: Trace | None = None, *, 
     Once `until` has passed (`time.monotonic`), also within a rule, none is applied any more; the graph stays valid, and the
     trace says so.
 
+    A rule of another package that does what raises an error is left out, with a warning, and the graph rewritten without it.
+
     Raises:
         RewriteError: a rule changed a type, failed, or the rules do not converge; names the rule.
     """
     trace = trace if trace is not None else Trace()
+    before = len(trace.steps), len(trace.near_misses), len(trace.notes)
+    while True:
+        try:
+            return _rewritten(graph, rules, trace, until)
+        except RewriteError as error:
+            rules = without_broken(rules, error)
+        for said, count in zip((trace.steps, trace.near_misses, trace.notes), before, strict=True):
+            del said[count:]
+
+
+def _rewritten(graph: Graph, rules: Sequence[Rule], trace: Trace, until: float) -> Graph:
     driver = _Driver(graph, rules, trace, until)
     outputs = list(graph.outputs)
     seen: dict[tuple[Node, ...], int] = {}
@@ -222,8 +267,9 @@ def rewrite(graph: Graph, rules: Sequence[Rule], trace: Trace | None = None, *, 
 
 def _endless(trace: Trace, since: int, where: str) -> RewriteError:
     """Rules that will not stop firing, named by the steps from number `since` on."""
-    names = dict.fromkeys(s.rule for s in trace.steps[since:][-50:])
-    return RewriteError(f"rules do not converge: {', '.join(names)}", where=where, hint="one of them undoes another")
+    names = tuple(dict.fromkeys(s.rule for s in trace.steps[since:][-50:]))
+    what = f"rules do not converge: {', '.join(names)}"
+    return RewriteError(what, where=where, hint="one of them undoes another", rules=names)
 
 
 class _Driver:
@@ -278,7 +324,7 @@ class _Driver:
                 return None
             except Exception as error:
                 what = error.what if isinstance(error, TilewrightError) else f"{type(error).__name__}: {error}"
-                raise RewriteError(f"rule {r.name} failed: {what}", where=where) from error
+                raise RewriteError(f"rule {r.name} failed: {what}", where=where, rules=(r.name,)) from error
             if after is None:
                 if m.refusal is not None:
                     self.trace.near_misses.append(NearMiss(r.name, node, m.refusal, where))
@@ -286,7 +332,8 @@ class _Driver:
             if after is node:
                 continue
             if after.type != node.type:
-                raise RewriteError(f"rule {r.name} changes the type: {node.type} -> {after.type}", where=where)
+                what = f"rule {r.name} changes the type: {node.type} -> {after.type}"
+                raise RewriteError(what, where=where, rules=(r.name,))
             self.trace.steps.append(Step(r.name, r.stage, node, after))
             return after
         return None

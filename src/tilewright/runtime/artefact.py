@@ -28,6 +28,7 @@ from typing import IO, TYPE_CHECKING, Annotated, Generic
 import msgspec
 import torch
 
+from tilewright import plug_ins
 from tilewright.candidates import split
 from tilewright.candidates.llvm.normalization.candidate import checked
 from tilewright.candidates.llvm.runtime import calls, engine, image, pool
@@ -348,7 +349,7 @@ class _Writer:
         chosen = Chosen(
             k.candidate, k.schedule.knobs, d.time_us, d.measured, d.verified, d.provisional, rejected, k.workspace_bytes,
             k.packed_bytes, tuple(sorted(k.releasable)), k.roundoff, k.parts,
-            recipe or Built(k.candidate, k.schedule.knobs),
+            recipe or Built.of(k),
         )  # fmt: skip
         return SavedStep(part.kind, nodes, inputs, outputs, chosen)
 
@@ -810,8 +811,18 @@ def _packed(recipe: Recipe) -> list[str]:
 
 
 def _kernel(recipe: Built, problem: AnyProblem, target: Target) -> Kernel:
-    """A kernel that its candidate builds: one that competes here, of its own points."""
-    found = next((c for c in discover(kind=target.kind) if c.name == recipe.candidate and concerns(c, problem, target)), None)
+    """A kernel that its candidate builds: one that competes here, of its own points. A plug-in's is run where its package is
+    installed as it was when the program was saved, and nowhere else."""
+    name, schedule = recipe.candidate, Schedule(recipe.knobs)
+    found = next((c for c in discover(kind=target.kind) if c.name == name and concerns(c, problem, target)), None)
+    package = "" if found is None else found.package
+    if recipe.package and not package:
+        raise UnsupportedError(f"its kernel {name} is of the package {recipe.package}, which does not plug in here")
     if found is None:
-        raise UnsupportedError(f"there is no candidate {recipe.candidate} for {problem}")
-    return plan_for(found, problem, target).build(Schedule(recipe.knobs))
+        raise UnsupportedError(f"there is no candidate {name} for {problem}")
+    if package and recipe.package != (here := plug_ins.said(package)):
+        raise UnsupportedError(f"its kernel {name} is of {recipe.package or 'another package'}, and {here} is installed")
+    plan = plan_for(found, problem, target)
+    if package and schedule not in plan.schedules():
+        raise UnsupportedError(f"{name} has no such point for {problem}: {schedule}")
+    return plan.build(schedule)

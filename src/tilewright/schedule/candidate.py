@@ -1,6 +1,7 @@
 """Candidates: one notion for a generated kernel, a library call and the reference.
 
-A candidate is one module under `candidates/` with a module-level `CANDIDATE`; it is found by file name.
+A candidate is one module under `candidates/` with a module-level `CANDIDATE`, found by file name, or a plug-in: an object that
+another package names as an entry point (`plug_ins.py`).
 """
 
 from __future__ import annotations
@@ -8,16 +9,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, fields, replace
-from functools import cache, lru_cache
+from functools import cache, lru_cache, wraps
 from hashlib import sha256
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast, runtime_checkable
 
 import torch
 
+from tilewright import plug_ins
 from tilewright.deadline import OverrunError, considering
 from tilewright.discovery import modules
-from tilewright.errors import UnsupportedError
+from tilewright.errors import UnsupportedError, say
 from tilewright.hardware.target import DeviceKind, Target
 from tilewright.schedule.problem import AnyProblem, ProblemKind
 
@@ -187,6 +189,7 @@ class Candidate:
         plan: a problem's plan on a target, or why it cannot do it; ask by way of `planned`. It may raise `Unsupported`.
         packing_knobs: of one whose packed weights serve any number of rows, names of knobs that a packing depends on: points
             that agree in them, or have none, share one. None for others.
+        package: the package that it came with, of a plug-in; "" for ours.
     """
 
     name: str
@@ -195,6 +198,7 @@ class Candidate:
     preference: int
     plan: Callable[[Any, Target], Plan | Refusal]
     packing_knobs: tuple[str, ...] | None = None
+    package: str = ""
 
 
 @runtime_checkable
@@ -302,7 +306,7 @@ class _Derived(Candidate):
 
 def refusing(candidate: Candidate, why: str) -> Candidate:
     """A candidate of that name that refuses every problem."""
-    return _Derived(candidate.name, candidate.kinds, candidate.devices, candidate.preference, lambda *_: Refusal(why))
+    return _derived(candidate, lambda *_: Refusal(why))
 
 
 def narrowed(candidate: Candidate, pick: Callable[[Plan], Iterable[Schedule]]) -> Candidate:
@@ -312,7 +316,12 @@ def narrowed(candidate: Candidate, pick: Callable[[Plan], Iterable[Schedule]]) -
         found = planned(candidate, problem, target)
         return found if isinstance(found, Refusal) else _Narrowed(found, pick)
 
-    return _Derived(candidate.name, candidate.kinds, candidate.devices, candidate.preference, plan)
+    return _derived(candidate, plan)
+
+
+def _derived(candidate: Candidate, plan: Callable[[Any, Target], Plan | Refusal]) -> Candidate:
+    c = candidate
+    return _Derived(c.name, c.kinds, c.devices, c.preference, plan, package=c.package)
 
 
 @dataclass(frozen=True)
@@ -339,7 +348,62 @@ def discover(extra: Iterable[Path] = (), kind: str | None = None) -> list[Candid
 
 @cache
 def _discover(extra: tuple[Path, ...], kind: str | None) -> tuple[Candidate, ...]:
-    enter = None if kind is None else lambda package: kind in getattr(package, "DEVICES", (kind,))
-    made = [m.CANDIDATE for m in modules("tilewright.candidates", extra, "CANDIDATE", enter)]
+    made = own_candidates(extra, kind)
+    made += [c for c in _plugged_in() if c.name not in {own.name for own in made}]
     found = made if kind is None else [c for c in made if kind in c.devices]
     return tuple(sorted(found, key=lambda c: (c.preference, c.name)))
+
+
+def own_candidates(extra: Iterable[Path] = (), kind: str | None = None) -> list[Candidate]:
+    """The candidates that are found by file name."""
+    enter = None if kind is None else lambda package: kind in getattr(package, "DEVICES", (kind,))
+    return [m.CANDIDATE for m in modules("tilewright.candidates", extra, "CANDIDATE", enter)]
+
+
+@cache
+def _plugged_in() -> tuple[Candidate, ...]:
+    """The candidates of other packages, but for those that cannot be used. A name is ours, or the first package's that has
+    it."""
+    given = plug_ins.loaded(plug_ins.CANDIDATES, (Candidate,), "CANDIDATE")
+    taken, found = {c.name: "tilewright" for c in own_candidates()} if given else {}, list[Candidate]()
+    for candidate, plug_in in given:
+        why = _unusable(candidate) or (f"{taken[n]} has a candidate {n}" if (n := candidate.name) in taken else "")
+        if why:
+            plug_in.leave_out(why)
+        else:
+            taken[candidate.name] = plug_in.package
+            found.append(_answering(candidate, plug_in))
+    return tuple(found)
+
+
+def _unusable(candidate: Candidate) -> str:
+    """The words why nobody could ask a plug-in's candidate; "" if one can."""
+    name, preference = candidate.name, candidate.preference
+    if type(name) is not str or not name.isidentifier():
+        return f"{name!r} is no name for a candidate: letters, digits and underscores"
+    if type(preference) is not int or not 0 <= preference < LAST_RESORT:  # the reference alone is not verified
+        return f"a preference of {preference!r}, where 0 to {LAST_RESORT - 1} is due"
+    if not (candidate.kinds and candidate.kinds <= GEMM | ATTENTION | FUSION and candidate.devices <= CPU | GPU):
+        return "its kinds of problem or of device are none of ours"
+    return "" if callable(candidate.plan) else f"its plan is a {type(candidate.plan).__name__}, and no function"
+
+
+def _answering(candidate: Candidate, plug_in: plug_ins.PlugIn) -> Candidate:
+    """A plug-in's candidate that refuses a problem, with a warning, where it raises or answers neither with a plan nor with a
+    refusal."""
+
+    @wraps(candidate.plan)
+    def plan(problem: AnyProblem, target: Target) -> Plan | Refusal:
+        try:
+            found = cast("object", candidate.plan(problem, target))
+            what = "" if isinstance(found, Plan | Refusal) else f"gave a {type(found).__name__}, and no plan or refusal"
+        except (Unsupported, OverrunError):
+            raise
+        except Exception as error:
+            found, what = None, f"{type(error).__name__}: {error}"
+        if isinstance(found, Plan | Refusal):
+            return found
+        say(f"plug-in {plug_in}: candidate {candidate.name} failed to consider {problem}: {what}")
+        return Refusal(f"failed to consider it: {what}")
+
+    return replace(candidate, plan=plan, package=plug_in.package)

@@ -102,7 +102,12 @@ def predict(candidate: Candidate, problem: AnyProblem, schedule: Schedule, targe
     """
     plan = planned(candidate, problem, target)
     if isinstance(plan, HasCostModel):
-        work = plan.work(schedule)
+        try:
+            work = plan.work(schedule)
+        except Exception:
+            if not candidate.package:
+                raise
+            work = None  # a plug-in's account may be wrong in any way
     else:
         work = library_work(problem, target) if candidate.preference in MATRIX_LIBRARIES else None
     return None if work is None else float(np.max(predict_us(work, target)))

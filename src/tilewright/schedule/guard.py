@@ -116,7 +116,7 @@ class Watch(TorchDispatchMode):
         if not given.is_contiguous() or given.is_quantized or given.is_pinned():
             return given
         made = allocate(given.shape, given.dtype, given.device)
-        self._made.append(made)
+        self._made.append(made.detach())  # which stays on this memory, whatever `made` is set to
         return made
 
     def intact(self) -> bool:

@@ -14,7 +14,7 @@ from typing import cast
 
 import torch
 
-from tilewright import threads
+from tilewright import plug_ins, threads
 from tilewright.hardware.target import Target
 from tilewright.ir.graph import Graph, Node, attributes, substitute, toposort
 from tilewright.ir.literal import tensor_bytes
@@ -96,7 +96,7 @@ def circumstances(target: Target, *, excess_precision: bool) -> Key:
         threads=threads.count() if target.kind == "cpu" else 0,  # those of a GPU's host choose nothing
         driver=_driver() if target.kind == "cuda" else "",
         toolkit=(torch.version.cuda or torch.version.hip or "") if target.kind == "cuda" else "",
-        libraries=_libraries() + _environment(),
+        libraries=_libraries() + _environment() + _plug_ins(),
         tilewright=_own(),
         numerics=f"excess_precision={excess_precision} {_numerics()}",
         alignment_bytes=ALIGNMENT_BYTES[target.kind],
@@ -121,6 +121,12 @@ def _environment() -> str:
     """A digest of the variables by which users have libraries take other instructions or sums; "" where there are none."""
     given = sorted(f"{k}={v}" for k, v in os.environ.items() if k.startswith(LIBRARY_VARIABLES) and not k.endswith("VERBOSE"))
     return f", environment {hashlib.sha256(chr(0).join(given).encode(errors='replace')).hexdigest()[:12]}" if given else ""
+
+
+def _plug_ins() -> str:
+    """The packages whose candidates, rules and chips take part; "" if there are none."""
+    found = plug_ins.packages()
+    return f", plug-ins {found}" if found else ""
 
 
 def version(package: str) -> str:

@@ -14,9 +14,10 @@ from weakref import WeakKeyDictionary
 import msgspec
 import torch
 
+from tilewright import plug_ins
 from tilewright.ir.artefact import Kind
 from tilewright.ir.graph import Node
-from tilewright.schedule.candidate import Runner
+from tilewright.schedule.candidate import Kernel, Runner, discover
 
 
 class Called(msgspec.Struct, frozen=True, tag="called", forbid_unknown_fields=True):
@@ -58,10 +59,17 @@ class Checked(msgspec.Struct, frozen=True, tag="checked", forbid_unknown_fields=
 
 
 class Built(msgspec.Struct, frozen=True, tag="built", forbid_unknown_fields=True):
-    """A kernel that its candidate builds again."""
+    """A kernel that its candidate builds again; `package` is what `plug_ins.said` gives of a plug-in's, "" of ours."""
 
     candidate: str
     knobs: tuple[tuple[str, bool | int | str], ...]
+    package: str = ""
+
+    @classmethod
+    def of(cls, kernel: Kernel) -> Built:
+        """The recipe of a kernel."""
+        package = next((c.package for c in discover() if c.name == kernel.candidate), "")
+        return cls(kernel.candidate, kernel.schedule.knobs, plug_ins.said(package) if package else "")
 
 
 class Split(msgspec.Struct, frozen=True, tag="split", forbid_unknown_fields=True):

@@ -38,7 +38,8 @@ class Key(msgspec.Struct, frozen=True):
         processor: its marketing name, features and caches.
         cores, threads: the machine's cores, and the threads that kernels share; 0 threads on a GPU.
         driver, toolkit: versions, of a GPU.
-        libraries: versions of those that compile kernels or are candidates, and variables of the environment that steer them.
+        libraries: versions of those that compile kernels or are candidates, variables of the environment that steer them, and
+            packages that plug in.
         tilewright: version, and a digest of the code that makes and chooses kernels.
         numerics: settings of what may be rounded how.
         alignment_bytes: alignment of the sources that were timed.

@@ -368,9 +368,9 @@ class TuningDatabase:
     def _shipped(
         self, problem: AnyProblem, key: Key, names: Sequence[str], *, measuring: bool
     ) -> Iterator[tuple[Record, bool, str]]:
-        """Those that came with the package, as records, with their texts. Where nothing is measured, it does not count where
-        weights were."""
-        if self.family:
+        """Those that came with the package, as records, with their texts; none where candidates take part that they did not
+        meet. Where nothing is measured, it does not count where weights were."""
+        if self.family or any(c.package for c in discover(kind=self._target.kind)):
             return
         found = shipped(key)
         for name, cold in itertools.product(names, (key.cold,) if measuring else (key.cold, not key.cold)):

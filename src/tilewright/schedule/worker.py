@@ -31,7 +31,16 @@ from tilewright.hardware.detect import cpu
 from tilewright.hardware.target import Target
 from tilewright.ir.literal import Literal, bits_of
 from tilewright.schedule.bench import UNCHECKED, Attempt, Bench, unchecked
-from tilewright.schedule.candidate import LAST_RESORT, Candidate, Precompiled, Schedule, discover, f32_precision, planned
+from tilewright.schedule.candidate import (
+    LAST_RESORT,
+    Candidate,
+    Precompiled,
+    Schedule,
+    discover,
+    f32_precision,
+    own_candidates,
+    planned,
+)
 from tilewright.schedule.fork_server import (
     KEY,
     PULSE,
@@ -60,6 +69,8 @@ def address(candidate: Candidate) -> Address | None:
     A candidate that is a part of another (`buckets.PackingVariants`) has that one's address: schedules tell them apart.
     """
     candidate = getattr(candidate, "candidate", candidate)
+    if candidate.package:
+        return candidate.name, None
     module = sys.modules.get(candidate.plan.__module__)
     if module is None or module.__file__ is None:
         return None
@@ -283,8 +294,9 @@ def settings_here() -> dict[str, Any]:
 
 
 def main(fd: int) -> None:
-    """Run the fork server: each of its workers serves a `HostedBench`."""
-    discover()
+    """Run the fork server: each of its workers serves a `HostedBench`. Plug-ins are imported by the workers: what one does
+    when it is imported, such as starting a thread, must not be done in a process that forks."""
+    own_candidates()
     cpu()  # asks the system for what a process has to ask for, AMX's tiles: what this one may use its workers may
     with Watch():  # loads what is slow to load
         torch.empty(1)
@@ -330,6 +342,7 @@ class _Host:
     def _open(self, problem: AnyProblem, target: Target, settings: dict[str, Any], places: Sequence[Any]) -> None:
         threads.adopt(settings["threads"])
         torch.set_float32_matmul_precision(settings["precision"])
+        discover()  # importing plug-ins takes what time it takes
         memory = None
         if any(isinstance(at, int) for *_, at in places):
             with socket.socket(fileno=os.dup(self._connection.fileno())) as s:

@@ -82,7 +82,7 @@ def _predicted(decision: Decision, name: str, schedule: Schedule, target: Target
         return None
     try:
         expected = predict(candidate, decision.problem, schedule, target)
-    except (KeyError, ValueError, ArithmeticError):  # the candidate's own account of a point that it cannot build
+    except Exception:  # the candidate's own account, of a point that it cannot build
         return None
     return None if expected is None else round(float(expected), 3)
 

@@ -165,7 +165,13 @@ def _wrong(decision: Decision) -> str | None:
 
     One that other programs starved is no kernel to report.
     """
-    said = {kind: [f"{r}: {r.why}" for r in decision.rejected if r.kind == kind] for kind in ("wrong", "lost")}
     words = {"wrong": "gave other results than the reference", "lost": "crashed or hung"}
-    found = [f"kernels were refused that {words[kind]}; report this ({'; '.join(why)})" for kind, why in said.items() if why]
+    owners = {c.name: c.package for c in discover()}
+    found: list[str] = []
+    for kind, what in words.items():
+        refused = [r for r in decision.rejected if r.kind == kind]
+        packages = sorted({owners.get(r.candidate, "") for r in refused})
+        report = f"report this to {' and '.join(packages)}" if all(packages) else "report this"
+        if refused:
+            found.append(f"kernels were refused that {what}; {report} ({'; '.join(f'{r}: {r.why}' for r in refused)})")
     return "; ".join(found) or None

@@ -173,4 +173,8 @@ def who_is_who(report: Explain) -> list[tuple[str, str]]:
 
 
 def _described(candidate: Candidate) -> str:
-    return (sys.modules[candidate.plan.__module__].__doc__ or "").strip().splitlines()[0].rstrip(".")
+    """The first line that its module, or of a plug-in its plan, says of it; and a plug-in's package."""
+    about = sys.modules.get(candidate.plan.__module__)
+    lines = ((about and about.__doc__) or candidate.plan.__doc__ or "").strip().splitlines()
+    said = [lines[0].rstrip(".")] if lines else []
+    return ", ".join([*said, *([f"of the package {candidate.package}"] if candidate.package else [])])
