@@ -31,6 +31,7 @@ FLOORS = (
     {"compiler"},
     {"product", "m_dispatch"},
     {"linear", "jax", "dynamo", "ort", "onnx_backend"},
+    {"integrations"},
     {"cli"},
 )
 FLOOR = {name: i for i, floor in enumerate(FLOORS) for name in floor}

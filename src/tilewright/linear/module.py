@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -21,6 +22,11 @@ from tilewright.schedule.buckets import Buckets
 from tilewright.threads import check, limited
 
 _OPTIONAL = ("zero_points", "offsets", "order", "factor")
+_MEANING = re.compile(  # what `Linear._meaning` says
+    r"(?P<codes>\w+) codes, \w+ scales per (?P<group>[1-9]\d{0,9})(?:(?P<divides>, divided by a factor)|, times a factor)?"
+    r"(?P<activations>, activations in 8 bits)?",
+    re.ASCII,
+)
 
 
 class LayerWeight(QuantizedWeight):
@@ -75,6 +81,7 @@ class LayerWeight(QuantizedWeight):
 
     requires_grad = False
     grad = None
+    _is_hf_initialized = True  # transformers draws no values at random for what says so
 
     def to(self, *args: Any, **kwargs: Any) -> Any:
         """The weight on another device, as codes; in another type, as a tensor."""
@@ -255,6 +262,39 @@ class Linear(torch.nn.Linear):
         eight = read.quantizes_activations(layer) and meets_codes(weight)
         return cls(weight, read.bias(layer), quantize_activations=eight)
 
+    @classmethod
+    def from_state(
+        cls, state: Mapping[str, torch.Tensor], in_features: int, *, float_type: torch.dtype | None = None
+    ) -> Linear:
+        """A layer of what its state dict holds.
+
+        Args:
+            state: the buffers by name, "weight" (the text that says what they mean), and "bias" if there is one. All but the
+                text may be on the meta device.
+            in_features: columns of the weight, which 4-bit codes fill up to whole bytes.
+            float_type: as for the constructor.
+
+        Raises:
+            InputError: the text says nothing that is known, or a tensor is missing.
+            TypeMismatchError: extents or types do not fit together.
+        """
+        missing = [n for n in ("weight", "packed", "scales") if n not in state]
+        if missing:
+            raise InputError(f"a quantised layer without {missing[0]!r}", hint="the state dict of a tilewright.Linear")
+        text = (
+            bytes(state["weight"].flatten().tolist()).decode(errors="replace") if state["weight"].dtype == torch.uint8 else ""
+        )
+        said = _MEANING.fullmatch(text)
+        if said is None:
+            what = f"{text!r} is no meaning of a quantised layer's tensors"
+            raise InputError(what, hint="the state dict of a tilewright.Linear, of this version")
+        sides = (state.get(n) for n in _OPTIONAL)
+        group = int(said["group"])
+        weight = QuantizedWeight(
+            dtype(said["codes"]), state["packed"], state["scales"], in_features, group, *sides, divides=bool(said["divides"])
+        )
+        return cls(weight, state.get("bias"), quantize_activations=bool(said["activations"]), float_type=float_type)
+
     @property
     def weight(self) -> LayerWeight:  # pyright: ignore[reportIncompatibleVariableOverride]
         """The weight, over the module's own memory; a tensor [out, in] to code that reads one."""
@@ -400,9 +440,11 @@ class Linear(torch.nn.Linear):
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         """Save the buffers, and under the name of a float weight a text that says what they mean, as bytes: a float layer that
-        is given this state dict finds a weight of another shape, where it would otherwise find none and keep its own."""
+        is given this state dict finds a weight of another shape, where it would otherwise find none and keep its own.
+        `from_state` reads the text."""
         super()._save_to_state_dict(destination, prefix, keep_vars)
-        destination[f"{prefix}weight"] = torch.tensor(list(self._meaning().encode()), dtype=torch.uint8)
+        if not self.packed.is_meta:  # without data there is nothing yet that could be taken for a float weight's
+            destination[f"{prefix}weight"] = torch.tensor(list(self._meaning().encode()), dtype=torch.uint8)
 
     def reset_parameters(self) -> None:
         """Refuse to start anew.

@@ -36,7 +36,7 @@ LINEAR = frozenset({("transformers.models.falcon.modeling_falcon", "FalconLinear
 TRANSPOSED = frozenset({("transformers.pytorch_utils", "Conv1D")})
 
 Filter = Callable[[str, torch.nn.Linear], bool]
-_Make = Callable[[str, torch.nn.Linear], "Linear | str"]  # what stands for a layer, or why nothing does
+Make = Callable[[str, torch.nn.Linear], "Linear | str"]  # what stands for a layer, or why nothing does
 
 
 @dataclass(frozen=True)
@@ -120,7 +120,7 @@ def quantize_(
         raise InputError("a linear layer cannot be replaced in itself", hint="tilewright.Linear.from_float(layer)")
     places = deque(_linears(model))
     given = () if isinstance(scheme, str) else _names(scheme, [name for name, *_ in places])
-    make = _quantised(scheme) if isinstance(scheme, str) else _given(scheme)
+    make = maker(scheme) if isinstance(scheme, str) else _given(scheme)
     layers, skipped, before = dict[str, Linear](), dict(_alike(model)), 0
     # Weak, so that floats go as they are replaced; a module that stands in several places stays one.
     made: MutableMapping[torch.nn.Linear, Linear] = WeakKeyDictionary()
@@ -132,7 +132,7 @@ def quantize_(
         while places:
             name, parent, attribute, module = places.popleft()
             progress(total - len(places) - 1, total, name)
-            new = _why_not(name, module, parent, filter) or made.get(module) or make(name, module)
+            new = why_not(name, module, parent, filter) or made.get(module) or make(name, module)
             if isinstance(new, str):
                 skipped[name] = new
                 continue
@@ -212,7 +212,7 @@ def _linears(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module, str
     for name, module in owners.items():
         if isinstance(module, Linear):
             continue
-        if isinstance(module, torch.nn.Linear) or (_kind(module) in TRANSPOSED and name):
+        if isinstance(module, torch.nn.Linear) or (is_transposed(module) and name):
             path, _, attribute = name.rpartition(".")
             yield name, owners[path], attribute, cast("torch.nn.Linear", module)
 
@@ -221,10 +221,20 @@ def _kind(module: torch.nn.Module) -> tuple[str, str]:
     return type(module).__module__, type(module).__name__
 
 
-def _matrix(module: torch.nn.Module) -> torch.Tensor:
+def matrix(module: torch.nn.Module) -> torch.Tensor:
     """The weight [out, in] of what is a linear layer, in whatever order it holds it."""
     weight = cast("torch.Tensor", module.weight)
-    return weight.detach().t() if _kind(module) in TRANSPOSED else weight
+    return weight.detach().t() if is_transposed(module) else weight
+
+
+def is_transposed(module: torch.nn.Module) -> bool:
+    """Tell whether a module computes what a linear layer does and holds its weight as [in, out]."""
+    return _kind(module) in TRANSPOSED
+
+
+def is_linear(module: torch.nn.Module) -> bool:
+    """Tell whether a module computes what a linear layer does."""
+    return isinstance(module, torch.nn.Linear) or is_transposed(module)
 
 
 def _alike(model: torch.nn.Module) -> Iterator[tuple[str, str]]:
@@ -232,17 +242,19 @@ def _alike(model: torch.nn.Module) -> Iterator[tuple[str, str]]:
     for name, module in model.named_modules():
         weight = dict(module.named_parameters(recurse=False)).get("weight")
         if weight is not None and weight.dim() == 2 and not isinstance(module, (torch.nn.Linear, torch.nn.Embedding)):
-            if _kind(module) in TRANSPOSED:
+            if is_transposed(module):
                 continue
             yield name, f"a {type(module).__name__}, no torch.nn.Linear"
 
 
-def _why_not(name: str, module: torch.nn.Linear, parent: torch.nn.Module, filter: Filter | None) -> str | None:
+def why_not(name: str, module: torch.nn.Linear, parent: torch.nn.Module, filter: Filter | None) -> str | None:
     """The sentence why a layer stays as it is, whatever there is to put in its place; None if it need not."""
     if type(module) is not torch.nn.Linear and _kind(module) not in LINEAR | TRANSPOSED:
         return f"a {type(module).__name__}, whose owner may read its weight"
     if isinstance(parent, torch.nn.TransformerEncoderLayer):
         return "torch.nn.TransformerEncoderLayer reads its weight itself"
+    if hasattr(module, "_hf_hook"):
+        return "accelerate moves its inputs by a hook, which would be lost"
     if module._forward_pre_hooks or module._forward_hooks:  # pyright: ignore[reportPrivateUsage] - there is no other way
         return "it has hooks, which would be lost"
     if filter is not None and not filter(name, module):
@@ -250,7 +262,12 @@ def _why_not(name: str, module: torch.nn.Linear, parent: torch.nn.Module, filter
     return None
 
 
-def _quantised(scheme: str) -> _Make:
+def maker(scheme: str) -> Make:
+    """What makes the quantised layer of a name and a float one, or says why none is made.
+
+    Raises:
+        InputError: there is no such scheme. When it is called: a weight holds infinity or NaN.
+    """
     said = _SCHEME.fullmatch(scheme)
     if said is None:
         path = Path(scheme).suffix or "/" in scheme
@@ -271,7 +288,7 @@ def _quantised(scheme: str) -> _Make:
             return "its weight is empty"
         if module.weight not in packed:
             try:
-                packed[module.weight] = pack(_matrix(module), code, group_size=group, zero_point=zero)
+                packed[module.weight] = pack(matrix(module), code, group_size=group, zero_point=zero)
             except InputError as error:
                 raise InputError(error.what, where=name, hint=error.hint) from error
         kept, seen = packed[module.weight], module.weight.dtype
@@ -280,7 +297,7 @@ def _quantised(scheme: str) -> _Make:
     return make
 
 
-def _given(weights: Checkpoint | Mapping[str, QuantizedWeight]) -> _Make:
+def _given(weights: Checkpoint | Mapping[str, QuantizedWeight]) -> Make:
     def make(name: str, module: torch.nn.Linear) -> Linear | str:
         if isinstance(weights, Checkpoint):
             if name not in weights.layers:
@@ -290,7 +307,7 @@ def _given(weights: Checkpoint | Mapping[str, QuantizedWeight]) -> _Make:
             if name not in weights:
                 return "no weight of that name is given"
             weight, bias = weights[name], None
-        own = tuple(_matrix(module).shape)
+        own = tuple(matrix(module).shape)
         if weight.shape != own:
             shapes = f"{list(weight.shape)} for a layer of {list(own)}"
             raise TypeMismatchError(f"a weight of shape {shapes}", where=name, hint="the model that the checkpoint is of")

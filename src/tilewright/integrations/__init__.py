@@ -1,0 +1,1 @@
+"""Tilewright inside other packages, each imported when its module here is."""
