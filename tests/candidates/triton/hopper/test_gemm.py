@@ -5,9 +5,11 @@ import re
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from gated import gated, of_ranges
 from ptx import emulate
+from ptx.memory import Global
 from w4_problems import posed
 
 from tilewright.dtype import BF16, F8E4M3FN, F16, F32, S8, U8
@@ -418,11 +420,41 @@ def test_lanes_store_neighbours_where_tma_cannot_store(line, pingpong):
     point = replace(WHOLE, tile_n=64, blocks=2, num_stages=3, pingpong=pingpong)
     sources = random_sources(p)
     assert check(p, expect(p, sources), emulate(CANDIDATE, p, Schedule.of_point(point), sources)) is None
-    body = write(spec_of(plan_of(p, H200), point)).text
-    assert "gl.store(r0 + " in body and "(i, value, side, tile, first, layout: gl.constexpr)" in body.replace(
-        "i: gl.constexpr", "i"
-    )
     assert "UTMASTG" not in machine_code(p, point)[1]
+
+
+@pytest.mark.parametrize(
+    ("line", "tile_m", "tile_n", "shared"),
+    [
+        ("f8e4m3fn[200,64] @ f8e4m3fn[64,577] -> f32", 128, 192, 0),
+        ("s8[3,100,64] @ s8[3,64,67] -> s32", 64, 64, 0),
+        ("bf16[70,512] @ bf16[512,101] + bias -> f32", 64, 128, 2),
+        ("bf16[130,64] @ bf16[64,1] -> f32", 128, 64, 0),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("how", [{"apart": True}, {"late": True}, {"seed": 2}], ids=str)
+def test_words_of_rows_that_begin_anywhere_are_stored_by_lines(line, tile_m, tile_n, shared, how, monkeypatch):
+    p, plain, stored = problem(line), Global.write, list[np.ndarray]()
+
+    def write(self, addresses, words):
+        stored.append(addresses)
+        plain(self, addresses, words)
+
+    monkeypatch.setattr(Global, "write", write)
+    tile = replace(
+        WHOLE, tile_m=tile_m, tile_n=tile_n, tile_k=64 if "bf16" in line else 128, num_stages=3, blocks=2, stream_k=shared
+    )
+    tile = replace(tile, pingpong=tile_n == 192)
+    sources = random_sources(p)
+    assert check(p, expect(p, sources), emulate(CANDIDATE, p, Schedule.of_point(tile), sources, **how)) is None
+    if tile_n == 192:
+        assert spec_of(plan_of(p, H200), tile).config.store_pitch == (577,)
+    if tile_n == 192 and "apart" in how:  # a warp at a time
+        assert sum(map(len, stored)) == 200 * 577
+        assert all(len(set(x // 128)) == 1 for x in stored)
+        assert len(stored) <= 200 * (4 * 6 + 4)  # of a row four tiles, six lines and a bit each
+        broken = sum(len(x) * 4 - 32 * len(set(x // 32)) != 0 for x in stored)
+        assert broken <= 200 * 4 * 2
 
 
 @pytest.mark.parametrize("out", [S8, U8, F8E4M3FN])

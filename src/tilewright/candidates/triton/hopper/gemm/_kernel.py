@@ -41,6 +41,8 @@ from tilewright.candidates.triton.hopper.gemm._layouts import (
     mma_layout,
     pack_pairs,
     pending,
+    rotate,
+    row_layout,
     subtile_layout,
     subtile_number,
     subtile_shape,
@@ -61,11 +63,11 @@ from tilewright.candidates.triton.runtime._gluon import aggregate_of, base_value
 @gluon.jit
 def gemm(
     operands, arguments, side, config: gl.constexpr, begin: gl.constexpr, load: gl.constexpr, visit: gl.constexpr,
-    place: gl.constexpr, aux_place: gl.constexpr, choose: gl.constexpr, put: gl.constexpr,
+    place: gl.constexpr, aux_place: gl.constexpr, choose: gl.constexpr, put: gl.constexpr, lines: gl.constexpr,
 ):  # fmt: skip
     """The gemm of two operands that TMA brings as they lie; see `run` and `Epilogue`."""
     left = tma_operand(operands[0], config.rows, config.left_boxes, config.left, config)
-    functions: gl.constexpr = (begin, load, visit, place, aux_place, choose, put)
+    functions: gl.constexpr = (begin, load, visit, place, aux_place, choose, put, lines)
     run(left, operands[1], arguments, side, functions, config)
 
 
@@ -102,6 +104,7 @@ def run(left, b_desc, arguments, side, functions: gl.constexpr, config: gl.const
     epilogue = Epilogue(
         descs, aux_descs, side, buffers, aux,
         functions[0], functions[1], functions[2], functions[3], functions[4], functions[5], functions[6],
+        functions[7],
         config,
     )  # fmt: skip
     mainloop = Mainloop(left, right, ring, config)
@@ -341,6 +344,7 @@ class Epilogue:
       right half of the columns and what TMA loaded, where there are such.
     - `place(i, b, row, column)`, `aux_place(b, row, column)` are a subtile's coordinates in TMA's arrays.
     - `put(i, value, side, tile, first, layout)` stores a subtile where TMA cannot.
+    - `lines(i, side)` gives the memory of a store that is written by lines, and its rows and columns.
     - `choose(side, col)` tells which of stores that share an epilogue a column is in; see `Tile`.
     """
 
@@ -356,6 +360,7 @@ class Epilogue:
     aux_place: gl.constexpr
     choose: gl.constexpr
     put: gl.constexpr
+    lines: gl.constexpr
     config: gl.constexpr
 
     @gluon.jit
@@ -431,6 +436,8 @@ class Epilogue:
                 else:
                     self.store_if_inside(x, near, i, j, tile, group)
                 begun, loaded = begun_next, loaded_next
+            if config.store_pitch[i] > 0:
+                deferred = self.write_lines(deferred, (), i, config.epilogue_n // 32, tile)
         return deferred, aux_phase
 
     @gluon.jit
@@ -458,9 +465,13 @@ class Epilogue:
         else:
             if self.config.store_desc[i] >= 0:
                 self.write(value, i, j, tile, group)
+                return deferred
+            elif self.config.store_pitch[i] > 0:
+                return self.write_lines(deferred, self.by_rows(value, i, j, 32, group), i, j, tile)
             else:
-                self.write_rows(value, i, j, tile, group)
-            return deferred
+                value = self.by_rows(value, i, j, self.config.rows, group)[0]
+                self.put(i, value, self.side, tile, at, row_layout())
+                return deferred
 
     # -- by way of shared memory
 
@@ -502,17 +513,62 @@ class Epilogue:
             tma_store(desc, at, self.box(i, j, desc, group))
 
     @gluon.jit
-    def write_rows(self, value, i: gl.constexpr, j: gl.constexpr, tile, group: gl.constexpr):
-        """A subtile to where TMA cannot write it, as where rows begin at odd addresses: the lanes of a warp take neighbours of
-        a row, so that what each instruction stores is contiguous."""
+    def by_rows(self, value, i: gl.constexpr, j: gl.constexpr, rows: gl.constexpr, group: gl.constexpr):
+        """A subtile that TMA cannot write, as where rows begin at odd addresses, in parts of so many rows: the lanes of a warp
+        take neighbours of a row, so that what each instruction stores is contiguous."""
         config: gl.constexpr = self.config
-        layout: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [4, 1], [1, 0])
+        layout: gl.constexpr = row_layout()
         if writes_by_tma(config):
             tma.store_wait(0)
         buffer = self.buffer(i, j, value.dtype, group)
         buffer.store(gl.convert_layout(value, subtile_layout(i, config)))
-        at = tile.first + j * config.subtile_n[i]
-        self.put(i, buffer.load(layout), self.side, tile, at, layout)
+        parts = ()
+        for k in gl.static_range(config.rows // rows):
+            parts = parts + (buffer.slice(k * rows, rows).load(layout),)
+        return parts
+
+    @gluon.jit
+    def write_lines(self, waiting, parts, i: gl.constexpr, j: gl.constexpr, tile):
+        """A subtile of 32 words a row to where TMA cannot write it, a whole line of 128 bytes at a time: what begins within a
+        line is two requests to L2, and sectors in parts.
+
+        Each row is rotated by as many words as it begins behind a line. Those that belong to its next line wait for the subtile
+        after it, and are given; behind the last subtile they are all that is left. Every 32nd row begins at the same word.
+
+        Args:
+            waiting: words of the subtile before, none at the first.
+            parts: 32 rows each, or none behind the last subtile.
+        """
+        config: gl.constexpr = self.config
+        pitch: gl.constexpr = config.store_pitch[i]
+        last: gl.constexpr = j == config.epilogue_n // 32
+        layout: gl.constexpr = row_layout()
+        memory, M, N = self.lines(i, self.side)
+        first = tile.first + j * 32
+        start = memory + ((tile.b * M + tile.row).to(gl.int64) * pitch + first)
+        row = gl.arange(0, 32, gl.SliceLayout(1, layout))
+        behind = ((start.to(gl.int64) >> 2).to(gl.int32) + row * pitch) & 31
+        column = gl.arange(0, 32, gl.SliceLayout(0, layout))[None, :] - behind[:, None]
+        at = start + ((row * pitch)[:, None] + column)
+        exists = column < N - first
+        if last:
+            exists = exists & (column < 0)
+        elif j == 0:
+            exists = exists & (column >= 0)
+        left = ()
+        for k in gl.static_range(config.rows // 32):
+            if last:
+                value = waiting[k]
+            else:
+                value = rotate(parts[k], column)
+                left = left + (value,)
+                if j > 0:
+                    value = gl.where(column >= 0, value, waiting[k])
+            mask = exists
+            if config.some_rows:
+                mask = exists & (row < M - tile.row - k * 32)[:, None]
+            gl.store(at + k * 32 * pitch, value, mask=mask)
+        return left
 
     @gluon.jit
     def no_deferred(self):

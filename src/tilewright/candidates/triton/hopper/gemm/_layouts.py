@@ -32,6 +32,12 @@ def subtile_layout(i, config):
 
 
 @gluon.constexpr_function
+def row_layout():
+    """A subtile whose rows are a warp's each, neighbours of a row neighbouring lanes'."""
+    return gl.BlockedLayout([1, 1], [1, 32], [4, 1], [1, 0])
+
+
+@gluon.constexpr_function
 def subtile_shape(i, config):
     """Rows and columns of a subtile of store i, the contiguous axis last."""
     shape = [config.rows.value, config.subtile_n.value[i]]
@@ -108,3 +114,17 @@ def unpack_pairs(w, dtype: gl.constexpr):
     lo = w.to(gl.int16).to(dtype, bitcast=True)
     hi = (w >> 16).to(gl.int16).to(dtype, bitcast=True)
     return gl.join(lo, hi).reshape((w.shape[0], w.shape[1] * 2))
+
+
+@gluon.jit
+def rotate(x, lane):
+    """Words of a `row_layout` of 32 columns, each from the lane that it names modulo 32."""
+    words = gl.inline_asm_elementwise(
+        "shfl.sync.idx.b32 $0, $1, $2, 31, -1;",
+        "=r,r,r",
+        [x.to(gl.int32, bitcast=True), lane],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
+    return words.to(x.dtype, bitcast=True)

@@ -36,6 +36,7 @@ def write(spec: KernelSpec) -> KernelSource:
         "aux_place": ("b row column", [_coordinates(stores[0].aux and stores[0].aux[1])]),
         "choose": ("side col", [_choice(spec)]),
         "put": ("i value side tile first layout", [_put(spec, i, s) for i, s in enumerate(stores)]),
+        "lines": ("i side", [[f"return {_lines(spec, i, s)}"] for i, s in enumerate(stores)]),
     }
     descriptors = [a.name for a in spec.arguments if a.view is not None]
     operands = descriptors[: len(spec.operands)]
@@ -95,7 +96,7 @@ def _tile(spec: KernelSpec, store: Store, t: Text) -> Tile:
         t.v(f"tile.b * M + {own}"),
         columns,
         store.access.columns_extent if config.shared_epilogue else plan.N,
-        row_mask=t.v(f"{own} < M") if plan.M % (config.tile_m * (2 if config.multicast else 1)) else None,
+        row_mask=t.v(f"{own} < M") if config.some_rows else None,
         column_mask=t.v(f"{columns} < N") if plan.N % config.result_n else None,
     )
 
@@ -107,6 +108,11 @@ def _put(spec: KernelSpec, i: int, store: Store) -> list[str]:
     t = Text("gl")
     Emitter(t, _tile(spec, store, t)).store(store.access, f"r{i}", "value")
     return [line.strip() for line in t.lines]
+
+
+def _lines(spec: KernelSpec, i: int, store: Store) -> str:
+    """What `lines` gives for store i."""
+    return f"r{i} + {store.access.of_result().offset}, M, N" if spec.config.store_pitch[i] else "()"
 
 
 def _choice(spec: KernelSpec) -> list[str]:

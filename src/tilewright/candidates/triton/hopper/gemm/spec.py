@@ -18,6 +18,8 @@ from tilewright.ir.ops import Map, Param, Slice
 from tilewright.lowering.access import Access
 from tilewright.lowering.scalar.costs import COMPOSED
 
+LINE_BYTES, WORD_BYTES = 128, 4
+
 
 @dataclass(frozen=True)
 class TileConfig:
@@ -76,6 +78,8 @@ class KernelConfig(TileConfig):
     store_extent: tuple[int, ...]  # how many; 0: all, so that every tile has a part in it
     store_desc: tuple[int, ...]  # which of the TMA descriptors it has, -1 for none
     store_m_major: tuple[bool, ...]  # rows are its contiguous axis
+    store_pitch: tuple[int, ...]  # elements from row to row where threads write it a line of 128 bytes at a time, else 0
+    some_rows: bool  # of the last tiles do not exist
     consumer_registers: int  # of a thread, of 64K in all
     producer_registers: int  # of a thread of the warp that loads: more where words are asked for as well
 
@@ -219,6 +223,8 @@ class KernelSpec:
             "store_extent": tuple(0 if same or s.access.columns_extent == plan.N else s.access.columns_extent for s in stores),
             "store_desc": tuple(sum(map(bool, views[:i])) if views[i] else -1 for i in range(len(stores))),
             "store_m_major": tuple(s.view is not None and s.view.m_major for s in stores),
+            "store_pitch": tuple(_pitch(s, plan.N) for s in stores),
+            "some_rows": plan.M % (tile.tile_m * (2 if tile.multicast else 1)) > 0,
             "consumer_registers": 240,
             "producer_registers": 24,
         }
@@ -293,6 +299,15 @@ def _store(access: Access, plan: HopperGemm, rows: int, columns: int) -> Store:
     element = access.root.dtype.size_bytes(1)
     view = tma_view(access.of_result(), plan.batch, plan.M, access.columns_extent, rows, columns, element)
     return Store(access, view, columns)
+
+
+def _pitch(store: Store, N: int) -> int:
+    """Elements from one row of a store to the next, if threads write it by lines: words side by side, in all columns."""
+    place, size = store.access.of_result(), store.access.root.dtype.size_bytes(1)
+    if store.view is not None or size * store.columns != LINE_BYTES or size != WORD_BYTES or store.access.columns_extent != N:
+        return 0
+    beside = [(t.inner, t.stride) for t in place.columns] == [(1, 1)]
+    return place.rows[0].stride if beside and len(place.rows) == 1 and place.rows[0].inner == 1 else 0
 
 
 def _aux(store: Store, plan: HopperGemm, rows: int) -> tuple[Node, TmaView] | None:

@@ -303,7 +303,7 @@ def scaled_sum(part, rows, r, in_order: gl.constexpr):
 @gluon.jit
 def packed_gemm(
     operands, arguments, side, config: gl.constexpr, begin: gl.constexpr, load: gl.constexpr, visit: gl.constexpr,
-    place: gl.constexpr, aux_place: gl.constexpr, choose: gl.constexpr, put: gl.constexpr,
+    place: gl.constexpr, aux_place: gl.constexpr, choose: gl.constexpr, put: gl.constexpr, lines: gl.constexpr,
 ):  # fmt: skip
     """The gemm of packed codes and an operand that TMA brings as it lies, first of `operands`; see `run` and `Epilogue` of
     `gemm._kernel`."""
@@ -312,7 +312,7 @@ def packed_gemm(
         descs = descs + (operands[i],)
         buffers = buffers + (stages_for(operands[i], config),)
     left = PackedOperand(descs, buffers, 1, True, config.k_blocks > 1, config)
-    functions: gl.constexpr = (begin, load, visit, place, aux_place, choose, put)
+    functions: gl.constexpr = (begin, load, visit, place, aux_place, choose, put, lines)
     run(left, operands[0], arguments, side, functions, config)
 
 
