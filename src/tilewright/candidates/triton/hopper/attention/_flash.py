@@ -91,23 +91,24 @@ def shown_keys(head, chunk, side, config, mask):
 def chunks_with_weight(head, part, count, side, config, mask):
     """Chunks up to the last key that a mask shows: those after it are left out. All, where rows of this part may see nothing
     and have equal weights then."""
-    if config.equal_rows:
-        chunk = 0
-        first = config.keys
-        while (chunk < config.chunks) & (first == config.keys):
-            keys, shown = shown_keys(head, chunk, side, config, mask)
-            first = gl.min(gl.min(gl.where(shown, keys, config.keys), 1), 0)
-            chunk += 1
     some = 0
     while (count > 1) & (some == 0):
         keys, shown = shown_keys(head, count - 1, side, config, mask)
         some = gl.max(gl.max(shown.to(gl.int32), 1), 0)
         count = count - 1 + some
     if config.equal_rows:
-        seen = config.keys - 1  # of the first row
-        if config.causal:
-            seen = part * (config.groups * ROWS) + config.shift
-        count = gl.where(first > seen, config.chunks, count)
+        if config.causal:  # a row may see nothing where others see some
+            chunk = 0
+            first = config.keys
+            while (chunk < config.chunks) & (first == config.keys):
+                keys, shown = shown_keys(head, chunk, side, config, mask)
+                first = gl.min(gl.min(gl.where(shown, keys, config.keys), 1), 0)
+                chunk += 1
+            count = gl.where(first > part * (config.groups * ROWS) + config.shift, config.chunks, count)
+        elif some == 0:
+            keys, shown = shown_keys(head, 0, side, config, mask)
+            some = gl.max(gl.max(shown.to(gl.int32), 1), 0)
+            count = gl.where(some > 0, count, config.chunks)
     return count
 
 
