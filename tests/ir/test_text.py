@@ -321,6 +321,7 @@ def test_the_program_above_is_well_formed():
         'graph "g" { %0 = const data=' + "f32[2]{" * 5000,
         'graph "g" { %0 = call types=' + "[" * 100_000,
         'graph "g" { %0 = input : (' + "f32[], " * 1000,
+        'graph "g" { %0 = const data=f32[0,99999999999999999999]{}',
     ],
     ids=lambda t: repr(t[:20]),
 )

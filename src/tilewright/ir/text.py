@@ -480,6 +480,8 @@ class _Parser(Tokens):
             return Literal(t, literal(numbers, t.dtype).tensor().reshape(t.shape))
         except TilewrightError as error:
             self.refuse(error.what, line)
+        except (TypeError, RuntimeError):  # no elements, and an extent that no tensor can have
+            self.refuse(f"no constant can be {t}", line)
 
     def element(self) -> int | float:
         return math.nan if self.accept("word", "nan") else self.number()
