@@ -1,6 +1,6 @@
 """BERT from ONNX with open batch and length: right at many shapes, and how much slower and larger than a program for one shape.
 
-    python benchmarks/any_length.py [--layers 12] [--shapes 50] [--compared 6] [--budget 20] [--threads 1]
+    python benchmarks/any_length.py [--layers 12] [--shapes 50] [--compared 6] [--budget 20] [--threads 1] [--model bert.onnx]
 
 One program for ranges is called at random shapes, drawn by their logarithms, and its results are compared with onnxruntime's.
 Printed are how often it was compiled; the seconds of the first call at a shape (an instance: kernels are built and checked) and
@@ -37,7 +37,10 @@ TURNS = 7
 @click.option("--threads", default=1, show_default=True)
 @click.option("--tokens", default=2048, show_default=True, help="Most of them in a call.")
 @click.option("--seed", default=0, show_default=True)
-def main(layers: int, shapes: int, compared: int, budget: float, threads: int, tokens: int, seed: int) -> None:
+@click.option("--model", type=click.Path(path_type=Path), help="Where the exported model is kept; made if it is not there.")
+def main(
+    layers: int, shapes: int, compared: int, budget: float, threads: int, tokens: int, seed: int, model: Path | None
+) -> None:
     """Print what a program for ranges costs beside one for a shape."""
     import onnxruntime
     import torch
@@ -46,8 +49,9 @@ def main(layers: int, shapes: int, compared: int, budget: float, threads: int, t
 
     torch.set_num_threads(threads)
     with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder, "bert.onnx")
-        exported(path, layers)
+        path = Path(folder, "bert.onnx") if model is None else model
+        if not path.exists():
+            exported(path, layers)
         options = onnxruntime.SessionOptions()
         options.intra_op_num_threads = threads
         session = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])

@@ -11,13 +11,14 @@ read and rewritten anew, for it and those like it; that is a *region*.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
@@ -25,7 +26,7 @@ from tilewright.errors import InputError, TypeMismatchError, UnsupportedError, c
 from tilewright.hardware.target import Target
 from tilewright.ir.dims import Dim, Scope
 from tilewright.ir.graph import Graph, Node, label_of
-from tilewright.ir.instance import dims_of, instance_of, values_for
+from tilewright.ir.instance import dims_of, instance_of, nodes_at, values_for
 from tilewright.ir.pattern import Trace
 from tilewright.ir.state import caller_inputs
 from tilewright.ir.types import TensorType
@@ -36,7 +37,7 @@ from tilewright.runtime.background import Chooser
 from tilewright.runtime.executable import Decide
 from tilewright.runtime.partition import Part, decided, parts_for, problem_of_part
 from tilewright.schedule.buckets import PackingVariants
-from tilewright.schedule.candidate import Candidate, discover
+from tilewright.schedule.candidate import Candidate, FixedPlan, Ranged, Schedule, discover, kernel_of
 from tilewright.schedule.packed import unwritten
 from tilewright.schedule.problem import AnyProblem, AttentionProblem, Problem
 from tilewright.schedule.search import Decision, search
@@ -48,7 +49,7 @@ if TYPE_CHECKING:
 
 KEPT = 64  # instances
 NEAR = 8.0  # times as much work, or as little, for which what was measured serves
-LIKE = 2.0  # the same of what was not measured
+LIKE = 4.0  # the same of what was not measured
 ANCHORS = (0.5, 0.25, 0.75)  # of the logarithm of each range: the shapes that are measured, as long as there is time
 LEAST_PART = 0.2  # of the budget, without which no further one is
 CHECKED = 3  # shapes at which a point is checked that large problems take
@@ -88,6 +89,33 @@ class _Region:
     packings: dict[Key, PackingVariants] = field(default_factory=dict[Key, PackingVariants])
     measured: dict[Key, list[Decision]] = field(default_factory=dict[Key, list[Decision]])
     taken: dict[Key, list[Decision]] = field(default_factory=dict[Key, list[Decision]])
+    opened: Mapping[Node, Node] | None = None
+    ranged: dict[tuple[AnyProblem, str, Schedule], list[_Ranged]] = field(
+        default_factory=dict[tuple[AnyProblem, str, Schedule], "list[_Ranged]"]
+    )
+
+
+@dataclass(frozen=True)
+class _Shape:
+    """Values of the dims, and the nodes with open extents that those of their instance come from."""
+
+    values: Mapping[str, int]
+    came_from: Mapping[Node, Node]
+
+
+@dataclass
+class _Ranged:
+    """Machine code for a range of extents.
+
+    Attributes:
+        scope: its guards say for which.
+        kernel: gives the kernel for values of the dims; None if nothing could be written for them.
+        checked: the number of shapes at which it was, by which dims were 1 in them.
+    """
+
+    scope: Scope
+    kernel: Ranged | None
+    checked: Counter[frozenset[str]] = field(default_factory=Counter[frozenset[str]])
 
 
 Read = Callable[[Scope], Reading]
@@ -234,7 +262,7 @@ class AnyShape:
     def _measure(self, values: Mapping[str, int], within_s: float) -> None:
         """Choose kernels for one shape by measuring, as for a program of it alone, but for the order of packed weights."""
 
-        def choice(region: _Region, graph: Graph, parts: Sequence[Part], keys: Mapping[Part, Key]) -> Decide:
+        def choice(region: _Region, graph: Graph, parts: Sequence[Part], keys: Mapping[Part, Key], _shape: _Shape) -> Decide:
             of_problem = _keys_of(keys)
             decide = self._search_for(graph, parts, within_s, self._held(region, of_problem))
 
@@ -273,7 +301,7 @@ class AnyShape:
     def _instance(
         self,
         values: Mapping[str, int],
-        choice: Callable[[_Region, Graph, Sequence[Part], Mapping[Part, Key]], Decide],
+        choice: Callable[[_Region, Graph, Sequence[Part], Mapping[Part, Key], _Shape], Decide],
     ) -> Program:
         for region in self._regions:
             if not region.reading.scope.failing(values):
@@ -290,7 +318,7 @@ class AnyShape:
         for node, now in became.items():
             came_from.setdefault(now, node)
         keys = {p: tuple(came_from.get(n, n) for n in p.outputs) for p in parts if not p.once and decided(p)}
-        decide = choice(region, made, parts, keys)
+        decide = choice(region, made, parts, keys, _Shape(values, came_from))
         reading = region.reading
         held = [v for v in region.constants.values() if isinstance(v, torch.Tensor)]
         with unwritten(held, region.digests), limited(self._threads):
@@ -334,16 +362,16 @@ class AnyShape:
                 return self._regions[-1]
         raise UnsupportedError(f"rules do not settle for {shown}", where=self.source.name, hint="compile for that shape alone")
 
-    def _choice(self, region: _Region, graph: Graph, parts: Sequence[Part], keys: Mapping[Part, Key]) -> Decide:
+    def _choice(self, region: _Region, graph: Graph, parts: Sequence[Part], keys: Mapping[Part, Key], shape: _Shape) -> Decide:
         """The choice of kernels without measuring: by the nearest shape that was measured, else by the cost model."""
-        of_problem = _keys_of(keys)
+        of_problem, part_of = _keys_of(keys), {key: part for part, key in keys.items()}
 
         def chosen(problem: AnyProblem, weights: Mapping[int, torch.Tensor]) -> Decision:
             if problem not in self._decided:
                 if len(self._decided) >= MOST_DECIDED:
                     self._decided.pop(next(iter(self._decided)))
                 key = next(iter(of_problem.get(problem, ())), ())
-                self._decided[problem] = self._unmeasured(problem, weights, region, key)
+                self._decided[problem] = self._unmeasured(problem, weights, region, key, part_of.get(key), shape)
             return self._decided[problem]
 
         return chosen
@@ -353,11 +381,20 @@ class AnyShape:
         found = min(among.get(key, ()), key=lambda d: apart(d.problem, problem), default=None)
         return found if found is not None and apart(found.problem, problem) <= times else None
 
-    def _unmeasured(self, problem: AnyProblem, weights: Mapping[int, torch.Tensor], region: _Region, key: Key) -> Decision:
+    def _unmeasured(
+        self,
+        problem: AnyProblem,
+        weights: Mapping[int, torch.Tensor],
+        region: _Region,
+        key: Key,
+        part: Part | None,
+        shape: _Shape,
+    ) -> Decision:
         known, packing = self._database, region.packings.get(key)
         near = self._near(region.measured, key, problem, NEAR) or self._near(region.taken, key, problem, LIKE)
         if near is not None:
-            same = self._built_like(problem, weights, near, region.taken.get(key, ()))
+            same = None if part is None else self._of_range(problem, weights, near, region, part, shape)
+            same = same or self._built_like(problem, weights, near, region.taken.get(key, ()))
             if same is not None:
                 return same
         if packing is not None:
@@ -370,6 +407,62 @@ class AnyShape:
         others = known.candidates(problem)
         how = partial(search, problem, self.target, budget_s=0, candidates=others, weights=weights)
         return known.settle(problem, weights, how)
+
+    def _of_range(
+        self,
+        problem: AnyProblem,
+        weights: Mapping[int, torch.Tensor],
+        near: Decision,
+        region: _Region,
+        part: Part,
+        shape: _Shape,
+    ) -> Decision | None:
+        """A kernel of another shape's candidate and schedule whose machine code leaves extents open; None if there is none. It
+        is checked at the first few shapes of those in which the same dims are 1."""
+        name, schedule, values = near.kernel.candidate, near.kernel.schedule, shape.values
+        candidate = next((c for c in discover() if c.name == name), None)
+        if candidate is None or candidate.ranged is None:
+            return None
+        posed = self._opened(region, part, shape)
+        if posed is None or problem_at(posed, values) != problem:
+            return None
+        point = schedule if candidate.packing_knobs is not None else Schedule()  # the others have one for all extents
+        several = region.ranged.setdefault((posed, name, point), [])
+        one = next((r for r in several if not r.scope.failing(values)), None)
+        if one is None:
+            scope = Scope(strict=True).expect(values)
+            extents = {n: scope.extent(dim) for n, dim in region.reading.scope.dims.items()}
+            one = _Ranged(scope, None)
+            with contextlib.suppress(Exception):  # a candidate may raise anything, as in a search
+                one.kernel = candidate.ranged(problem_at(posed, extents), self.target, schedule)
+            several.append(one)
+        kernel, ones = one.kernel, frozenset(name for name, value in values.items() if value <= 1)
+        if kernel is None:
+            return None
+        plan = FixedPlan((schedule,), lambda _: kernel(problem, values))
+        try:
+            if one.checked[ones] >= CHECKED:
+                return Decision(problem, kernel_of(plan, schedule), None, (), False, True)
+            alone = replace(candidate, plan=lambda *_: plan, ranged=None)
+            found = search(problem, self.target, budget_s=0, candidates=[alone], weights=weights)
+        except Exception:  # for these extents there is none, or it is wrong
+            one.kernel = None
+            return None
+        one.checked[ones] += 1
+        return found
+
+    def _opened(self, region: _Region, part: Part, shape: _Shape) -> AnyProblem | None:
+        """The problem that a part of an instance poses with extents open; None where it has none."""
+        if region.opened is None:
+            scope = Scope()  # guards that are left in it are not looked at: who uses the problem compares it
+            extents = {name: scope.extent(dim) for name, dim in region.reading.scope.dims.items()}
+            region.opened = instance_of(region.reading.graph, extents)[1]
+        opened = {now: region.opened.get(node, node) for now, node in shape.came_from.items()}
+        nodes, inputs, outputs = (tuple(opened.get(n, n) for n in some) for some in (part.nodes, part.inputs, part.outputs))
+        try:
+            return problem_of_part(Part(part.kind, nodes, inputs, outputs))[0]
+        except (TypeMismatchError, AssertionError):
+            return None
 
     def _built_like(
         self, problem: AnyProblem, weights: Mapping[int, torch.Tensor], near: Decision, before: Sequence[Decision]
@@ -424,6 +517,13 @@ class _Noting:
 
     def weight(self, problem: AnyProblem) -> float:
         return self.choice.weight(problem)
+
+
+def problem_at(problem: AnyProblem, values: Mapping[str, int]) -> AnyProblem:
+    """A problem with open extents for values of the dims by name, which may be extents of another scope."""
+    at = nodes_at((), values).at
+    changed = {name: at(getattr(problem, name)) for name in ("op", "roots", "types") if hasattr(problem, name)}
+    return replace(problem, **cast("Any", changed))
 
 
 def _keys_of(keys: Mapping[Part, Key]) -> dict[AnyProblem, list[Key]]:

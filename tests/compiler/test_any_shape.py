@@ -10,6 +10,7 @@ from onnx_models import model, theirs, value
 
 import tilewright
 from tilewright.any_shape import AnyShape
+from tilewright.candidates.llvm.runtime import engine
 from tilewright.compiler import compile
 from tilewright.dtype import F32
 from tilewright.errors import InputError, UnsupportedError
@@ -133,6 +134,21 @@ def test_what_was_measured_serves_shapes_near_it():
     ):
         if before.decision is not None and before.decision.measured:
             assert before.decision.kernel.candidate == now.decision.kernel.candidate
+
+
+def test_a_shape_like_others_compiles_nothing_and_its_program_is_saved_and_read(monkeypatch, tmp_path):
+    onnx_model = encoder()
+    program = compile(onnx_model, dims={"batch": (1, 8), "length": (1, 64)}, budget_s=0)
+    for batch, length in ((2, 30), (3, 24), (4, 18), (3, 19), (5, 20), (2, 60)):
+        program(**arrays(batch, length))
+    with monkeypatch.context() as patched:
+        patched.setattr(engine, "object_code", lambda text: pytest.fail("compiled"))
+        for batch, length in ((3, 21), (4, 17), (2, 37), (5, 19)):
+            given = arrays(batch, length)
+            np.testing.assert_allclose(program(**given), theirs(onnx_model, given)[0], rtol=1e-4, atol=1e-4)
+    one, given = program.at(batch=3, length=21), arrays(3, 21)
+    one.save(tmp_path / "one.twp")
+    np.testing.assert_array_equal(tilewright.load_program(tmp_path / "one.twp")(**given), one(**given))
 
 
 def test_a_shape_for_which_rules_decide_otherwise_is_compiled_anew_and_so_are_none_like_it():

@@ -289,3 +289,16 @@ def test_what_does_nothing_for_these_extents_is_left_out():
     graph = Graph("g", (x,), (y,), ("y",))
     made = instance(graph, {"batch": 2, "seq": 4})
     assert made.outputs[0] is made.inputs[0]
+
+
+def test_common_factors_decide_and_a_strict_scope_guards_what_it_takes_to_differ():
+    scope, batch, seq = opened()
+    assert seq * 8 != 8
+    assert seq * 12 <= batch * seq * 12
+    assert not scope.guards
+    assert not scope.differing
+    strict = Scope(strict=True).expect({"batch": 5, "seq": 20})
+    batch, seq = strict.extent(BATCH), strict.extent(SEQ)
+    assert seq != 16
+    assert [str(g) for g in strict.guards] == ["seq != 16"]
+    assert strict.failing({"batch": 1, "seq": 16})

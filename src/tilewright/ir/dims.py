@@ -194,12 +194,14 @@ class Scope:
         hints: an example of each.
         guards: what holds for the hints, and is to hold for any values.
         differing: extents that were taken to differ.
+        strict: extents that differ for the hints are guarded, too.
     """
 
     dims: dict[str, Dim] = field(default_factory=dict[str, Dim])
     hints: dict[str, int] = field(default_factory=dict[str, int])
     guards: dict[Guard | Finding, None] = field(default_factory=dict[Guard | Finding, None])
     differing: dict[Guard, None] = field(default_factory=dict["Guard", None])
+    strict: bool = False
     _asked: dict[str, int] = field(default_factory=dict[str, int])
     _fixed: set[str] = field(default_factory=set[str])
 
@@ -266,7 +268,14 @@ class Scope:
         if answer is None:
             one, other = hint_of(a), hint_of(b)
             answer = one == other if relation == "==" else one < other
-            free = relation == "==" and not answer and 0 not in (one, other) and not _is_zero(a) and not _is_zero(b)
+            free = (
+                not self.strict
+                and relation == "=="
+                and not answer
+                and 0 not in (one, other)
+                and not _is_zero(a)
+                and not _is_zero(b)
+            )
             (self.differing if free else self.guards).setdefault(Guard(relation, a, b, answer))
         return answer
 
@@ -633,8 +642,11 @@ def _decided(relation: Relation, a: int, b: int) -> bool | None:
     if not isinstance(apart, Extent):
         return apart == 0 if relation == "==" else apart < 0
     common = [x for x in apart.terms[0][0] if x.low > 0 and all(x in m for m, _ in apart.terms)]
-    if common and apart.terms != (((common[0],), 1),):  # which is positive, and only its factor's sign matters
-        less = tuple((_without(m, common[0]), c) for m, c in apart.terms)
+    by = math.gcd(*(c for _, c in apart.terms))
+    if (common or by > 1) and apart.terms != (
+        ((*common[:1],), 1),
+    ):  # which are positive: the other factor's sign is that of all
+        less = tuple((_without(m, common[0]) if common else m, c // by) for m, c in apart.terms)
         gains, losses = (_made(tuple((m, c * s) for m, c in less if c * s > 0)) for s in (1, -1))
         return _decided(relation, gains, losses)
     low, high = apart.bounds

@@ -94,10 +94,11 @@ class nodes_at:  # noqa: N801 - a function that remembers
 
     def _op(self, op: Op) -> Op:
         given = {f.name: getattr(op, f.name) for f in fields(op)}
-        made = {name: self._value(v) for name, v in given.items()}
+        made = {name: self.at(v) for name, v in given.items()}
         return op if all(made[n] is v for n, v in given.items()) else type(op)(**cast("Any", made))
 
-    def _value(self, value: object) -> object:
+    def at(self, value: object) -> object:
+        """A node, type, extent, operation or tuple of these for the values; anything else is as it was."""
         if isinstance(value, Extent):
             return extent_at(value, self._values)
         if isinstance(value, TensorType):
@@ -105,9 +106,11 @@ class nodes_at:  # noqa: N801 - a function that remembers
         if isinstance(value, Node):
             self._add((value,))
             return self.memo[value]
+        if isinstance(value, Op):
+            return self._op(value)
         if isinstance(value, tuple):
             items = cast("tuple[object, ...]", value)
-            made = tuple(map(self._value, items))
+            made = tuple(map(self.at, items))
             return value if all(a is b for a, b in zip(made, items, strict=True)) else made
         return value
 

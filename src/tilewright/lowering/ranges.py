@@ -74,6 +74,12 @@ def pieces_of(roots: Sequence[Node], destinations: Sequence[Destination | None] 
     found: list[Piece] = []
     for i, root in enumerate(roots):
         destination = destinations[i] if destinations else None
+        nodes = toposort((root,))
+        if any(n.tensor.open for n in nodes):
+            if destination is not None or any(isinstance(n.op, (Concat, Slice)) for n in nodes):
+                raise Unsupported("ranges are taken of extents that are open")
+            found.append(Piece(root, i, root.shape, ()))
+            continue
         while destination is None and isinstance(root.op, Reshape):
             root = root.src[0]
         shape, ranges = root.shape, whole(root.shape)

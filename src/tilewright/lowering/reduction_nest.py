@@ -25,6 +25,7 @@ from tilewright.ir.axes import (
     propagate_to_user,
     reshaped,
 )
+from tilewright.ir.dims import hint_of
 from tilewright.ir.expression import ELEMENTWISE
 from tilewright.ir.graph import Node, toposort
 from tilewright.ir.ops import (
@@ -265,7 +266,7 @@ def _nests(pieces: Sequence[Piece], written: Sequence[Node], check: Callable[[No
     for groups in ([pieces], *([by_size] if len(by_size) > 1 else []), *([[[p] for p in pieces]] if len(pieces) > 1 else [])):
         try:
             found = tuple(_nest(group, check) for group in groups)
-            if sum(_work(r.roots) for r in found) <= MOST_AGAIN * _work(written):
+            if hint_of(sum(_work(r.roots) for r in found)) <= MOST_AGAIN * hint_of(_work(written)):
                 return found
             first = Unsupported("cut into pieces, it would work values out again")
         except Unsupported as why:

@@ -157,6 +157,11 @@ class Plan(Protocol):
         ...
 
 
+# One machine code for many extents: the kernel of a problem that it serves, for values of the dims by name. It holds where the
+# guards do that the scope of the problem's extents was left with.
+Ranged = Callable[[Any, Mapping[str, int]], Kernel]
+
+
 @dataclass(frozen=True)
 class FixedPlan:
     """A plan of a few points, all known when it is made.
@@ -190,6 +195,8 @@ class Candidate:
         packing_knobs: of one whose packed weights serve any number of rows, names of knobs that a packing depends on: points
             that agree in them, or have none, share one. None for others.
         package: the package that it came with, of a plug-in; "" for ours.
+        ranged: of one that can leave extents open, the kernel near a point for a problem with open extents (`Ranged`). It may
+            raise anything: then there is none.
     """
 
     name: str
@@ -199,6 +206,7 @@ class Candidate:
     plan: Callable[[Any, Target], Plan | Refusal]
     packing_knobs: tuple[str, ...] | None = None
     package: str = ""
+    ranged: Callable[[Any, Target, Schedule], Ranged] | None = None
 
 
 @runtime_checkable

@@ -21,6 +21,20 @@ def test_large_results_share_no_memory_and_come_back_when_let_go():
     assert make().data_ptr() == held
 
 
+def test_a_larger_block_serves_and_smaller_ones_make_room_for_one(monkeypatch):
+    monkeypatch.setattr(_scratch, "_idle", {})
+    large = maker((8 * LARGE_BYTES,), torch.uint8)()
+    address = large.data_ptr()
+    del large
+    small = maker((3 * LARGE_BYTES,), torch.uint8)()
+    assert small.data_ptr() == address
+    del small
+    assert list(_scratch._idle) == [8 * LARGE_BYTES]
+    larger = maker((9 * LARGE_BYTES,), torch.uint8)()
+    assert not _scratch._idle[8 * LARGE_BYTES]
+    assert larger.numel() == 9 * LARGE_BYTES
+
+
 def test_sizes_that_nobody_asks_for_any_more_make_room(monkeypatch):
     monkeypatch.setattr(_scratch, "_idle", {})
     monkeypatch.setattr(_scratch, "KEPT_BYTES", 4 * LARGE_BYTES)

@@ -10,6 +10,7 @@ import torch
 
 from tilewright import threads
 from tilewright.candidates.llvm.attention.kernel import AttentionNest, AttentionWriter
+from tilewright.candidates.llvm.expressions.text import Module
 from tilewright.candidates.llvm.expressions.vector import check
 from tilewright.candidates.llvm.gemm.dots import DOTS, Choice, choose
 from tilewright.candidates.llvm.gemm.nest import Blocks, Nest
@@ -20,10 +21,11 @@ from tilewright.dtype import BF16, F32, DType
 from tilewright.hardware.target import Chip, Target
 from tilewright.ir.anchor import operands_of, stores_of
 from tilewright.ir.build import broadcast
+from tilewright.ir.dims import Extent, extent_at
 from tilewright.ir.graph import toposort
 from tilewright.ir.ops import Param
 from tilewright.lowering.access import Access, of_operand, of_store
-from tilewright.schedule.candidate import ATTENTION, CPU, Candidate, FixedPlan, Kernel, Runner, Schedule, Unsupported
+from tilewright.schedule.candidate import ATTENTION, CPU, Candidate, FixedPlan, Kernel, Ranged, Runner, Schedule, Unsupported
 from tilewright.schedule.problem import AttentionProblem
 
 
@@ -49,14 +51,17 @@ def attention_nest(problem: AttentionProblem, target: Target) -> AttentionNest:
     check((*operands_of(node), *inner, *stores_of(node)))
     stores = tuple(of_store(root) for root in stores_of(node))
     dot = choice.dot
-    nv = 2 if keys > dot.lanes or width > dot.lanes else 1
+    nv = 2 if width > dot.lanes or keys > dot.lanes else 1
     most = {1: 24, 2: 12}[nv] if dot.registers == 32 else {1: 10, 2: 5}[nv]
-    mr = -(-queries // -(-queries // most))
+    ranged = any(t.open for t in problem.types)
+    mr = most if isinstance(queries, Extent) else -(-queries // -(-queries // most))
     sources = len(problem.types)
 
     def nest(deep: int, columns: int, lhs: Access, rhs: Access, *, k_contiguous: bool) -> Nest:
         blocks = Blocks(dot.instruction, mr, nv * dot.lanes, deep, mr, nv * dot.lanes, pack_lhs=True)
-        return Nest(batch * key_heads, queries, deep, columns, choice, lhs, rhs, k_contiguous, False, stores, sources, blocks)
+        matrices = batch * key_heads
+        made = Nest(matrices, queries, deep, columns, choice, lhs, rhs, k_contiguous, False, stores, sources, blocks)
+        return replace(made, ranged=ranged)
 
     queries_at = of_operand(q, columns_last=True)
     seen = of_operand(broadcast(mask[0], (batch, heads, queries, keys)), columns_last=True) if mask else None
@@ -88,15 +93,35 @@ def _instruction(operands: Sequence[DType], chip: Chip) -> Choice | None:
 
 
 def _build(problem: AttentionProblem, attention: AttentionNest, schedule: Schedule) -> Kernel:
-    kernel, first = engine.function(module_text(attention)), attention.output.sources
+    return _kernel(problem, attention, schedule, AttentionWriter(attention).write(), {})
+
+
+def _kernel(
+    problem: AttentionProblem, attention: AttentionNest, schedule: Schedule, module: Module, values: Mapping[str, int]
+) -> Kernel:
+    """The kernel that a module is, with values of the dims that it leaves open."""
+    kernel, first = engine.function(module.text(*engine.host())), attention.output.sources
     read = sorted({n.op.index for n in toposort(attention.roots) if isinstance(n.op, Param)})
-    alone, one = attention.scratch(1), problem.ops <= ONE_THREAD_OPS
+    alone, two, all_ = (extent_at(attention.scratch(n), values) for n in (1, 2, threads.count()))
+    one, extents = problem.ops <= ONE_THREAD_OPS, module.extents_for(values)
 
     def prepare(weights: Mapping[int, torch.Tensor]) -> Runner:
-        results, each = [s.root.tensor for s in attention.output.stores], attention.scratch(2) - alone
-        return bound(Call(kernel, attention.pointers, read, first, results, alone, each, one))
+        call = Call(kernel, attention.pointers, read, first, problem.outputs, alone, two - alone, one, extents=extents)
+        return bound(call)
 
-    return Kernel(CANDIDATE.name, schedule, prepare, workspace_bytes=attention.scratch(threads.count()))
+    return Kernel(CANDIDATE.name, schedule, prepare, workspace_bytes=all_)
+
+
+def ranged(problem: AttentionProblem, target: Target, schedule: Schedule) -> Ranged:
+    """A kernel that leaves extents open which the problem leaves open; its point may be another than the schedule.
+
+    Raises:
+        Unsupported: the sentence why there is none.
+    """
+    attention = attention_nest(problem, target)
+    nest, module = attention.scores, AttentionWriter(attention).write()
+    point = Schedule.of(instruction=nest.dot.instruction, mr=nest.blocks.mr, nr=nest.nr)
+    return lambda one, values: _kernel(one, attention, point, module, values)
 
 
 def plan(problem: AttentionProblem, target: Target) -> FixedPlan:
@@ -117,4 +142,4 @@ def module_text(attention: AttentionNest) -> str:
     return AttentionWriter(attention).write().text(*engine.host())
 
 
-CANDIDATE = Candidate("llvm_attention", ATTENTION, CPU, 5, plan)
+CANDIDATE = Candidate("llvm_attention", ATTENTION, CPU, 5, plan, ranged=ranged)

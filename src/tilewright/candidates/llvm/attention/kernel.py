@@ -17,6 +17,7 @@ from tilewright.candidates.llvm.expressions.vector import Columns, Vectors
 from tilewright.candidates.llvm.gemm.kernel import GemmWriter
 from tilewright.candidates.llvm.gemm.nest import Nest, rounded
 from tilewright.dtype import F32, PRED, DType
+from tilewright.ir.dims import Extent
 from tilewright.ir.graph import Node, toposort
 from tilewright.ir.ops import Param
 from tilewright.ir.ops.attention import Causal, causal_shift
@@ -168,22 +169,23 @@ class AttentionWriter(GemmWriter):
                     width = s.nr  # scores in a panel
                     each, last = n.groups(width), n.groups(h.keys % width)
                     step = each * n.nr * 4  # bytes of as many rows of values
-                    f.call(f"micro_{rows}", *_micro(scores, s.nr * 4, right, out, min(each, n.groups(h.keys))))
+                    f.call(f"micro_{rows}", *_micro(scores, s.nr * 4, right, out, f.min(each, n.groups(h.keys))))
                     whole = h.keys // width
                     with f.loop(1, whole) as more:
                         a, b = f.at(scores, f.mul(more.index, s.tile_bytes)), f.at(right, f.mul(more.index, step))
                         f.call(f"micro_{rows}_more", *_micro(a, s.nr * 4, b, out, each))
-                    if whole and h.keys % width:
+                    if isinstance(whole, Extent):
+                        with f.loop(f.max(whole, 1), s.rhs_panels) as more:
+                            a, b = f.at(scores, f.mul(more.index, s.tile_bytes)), f.at(right, f.mul(more.index, step))
+                            f.call(f"micro_{rows}_more", *_micro(a, s.nr * 4, b, out, last))
+                    elif whole and h.keys % width:
                         a, b = f.at(scores, whole * s.tile_bytes), f.at(right, whole * step)
                         f.call(f"micro_{rows}_more", *_micro(a, s.nr * 4, b, out, last))
                     self._epilogue(f, out, row, rows, panel.index)
 
-            if n.lhs_panels > 1:
-                with f.when(f.compare("eq", count, n.blocks.mr)):
-                    products(n.blocks.mr)
-            if n.lhs_panels == 1 or n.last_mr != n.blocks.mr:
-                with f.when(f.compare("eq", count, n.last_mr)):
-                    products(n.last_mr)
+            for rows in reversed(n.heights):
+                with f.when(f.compare("eq", count, rows)):
+                    products(rows)
         f.finish()
 
     def _copy_queries(self, f: Function, sources: Callable[[Node], str], row: Int, count: Int, to: str) -> None:
@@ -244,7 +246,12 @@ class AttentionWriter(GemmWriter):
                     place = f.at(line, f.mul(panel.index, s.tile_bytes))
                     panel.next = [body(place, f.mul(panel.index, lanes), None, panel.carried[0])]
                 carried = panel.carried[0]
-                if rest:
+                if isinstance(rest, Extent):
+                    with f.loop(whole, s.rhs_panels, 1, [(t, carried)]) as panel:
+                        place, column = f.at(line, f.mul(panel.index, s.tile_bytes)), f.mul(panel.index, lanes)
+                        panel.next = [body(place, column, f.first_lanes(lanes, f.sub(h.keys, column)), panel.carried[0])]
+                    carried = panel.carried[0]
+                elif rest:
                     mask = f.first_lanes(lanes, rest)
                     carried = body(f.at(line, whole * s.tile_bytes), whole * lanes, mask, carried)
                 return carried

@@ -7,12 +7,15 @@ optimiser runs over this text, only instruction selection, so constants are fold
 from __future__ import annotations
 
 import struct
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-Int = int | str  # an i64: a number known now, or the name of a value
+from tilewright.ir.dims import Extent, Terms, extent_at
+from tilewright.schedule.candidate import Unsupported
+
+Int = int | str  # an i64: a number known now, an extent known when the kernel is called, or the name of a value
 
 # All that a kernel may call beside LLVM's own intrinsics.
 THREADS = ("tilewright_parallel", "tilewright_finished", "tilewright_meet", "tilewright_team")
@@ -22,6 +25,11 @@ PYTHON = (
     "PyTuple_GetItem", "PyBytes_AsString", "PyList_New", "PyList_SetItem",
 )  # fmt: skip
 MEMORY = ("memcpy", "memmove", "memset")  # which LLVM calls of its own accord
+
+
+def _is(x: Int, number: int) -> bool:
+    """Tell whether a number is known to be this one; what is open is not asked."""
+    return type(x) is int and x == number
 
 
 def vec(lanes: int, element: str) -> str:
@@ -56,11 +64,19 @@ class Module:
     Attributes:
         rounds_bf16: the processor has AVX-512 BF16's instruction for that, which takes denormal numbers for zero, as the one
             that multiplies does.
+        extents_at: which of a call's pointers is that to the extents that are not known now; None if there are none.
+        extents: these, in order.
     """
 
     rounds_bf16: bool = False
+    extents_at: int | None = None
+    extents: dict[Terms, int] = field(default_factory=dict[Terms, int])
     functions: list[str] = field(default_factory=list)
     declarations: dict[str, str] = field(default_factory=dict)
+
+    def extents_for(self, values: Mapping[str, int]) -> tuple[int, ...]:
+        """The extents that are not known now, for values of the dims by name."""
+        return tuple(extent_at(e, values) for e in self.extents.values())
 
     def text(self, cpu: str, features: str) -> str:
         """The whole module for one processor; the same functions always give the same text."""
@@ -93,12 +109,40 @@ class Function:
         self._block = "entry"
         self._count = 0
         self._allocas: list[str] = []
+        self._loaded: dict[int, str] = {}
+        self._given = {n for _, n in args}
         self.known: dict[tuple[object, ...], Any] = {}  # what was computed once, by what it was made of
 
     def finish(self, value: str = "void") -> None:
         """End with a return and hand the text to the module."""
         self.do(f"ret {value}")
         self.module.functions.append("\n".join([self._head, "entry:", *self._allocas, *self._lines, "}"]))
+
+    def number(self, x: Int) -> Int:
+        """A number known now or the name of a value: an extent that is open is read where the function begins.
+
+        Raises:
+            Unsupported: the function has no arguments of the kernel's to read it from.
+        """
+        if not isinstance(x, Extent):
+            return x
+        if self.module.extents_at is None or "arguments" not in self._given:
+            raise Unsupported(f"{self.name} cannot be written for an open extent")
+        slot = list(self.module.extents).index(x.terms) if x.terms in self.module.extents else len(self.module.extents)
+        self.module.extents.setdefault(x.terms, x)
+        if slot not in self._loaded:
+            table, at = "%" + self.fresh("x"), "%" + self.fresh("x")
+            if not self._loaded:
+                self._allocas += [
+                    f"  %extents.at = getelementptr i8, ptr %arguments, i64 {8 * self.module.extents_at}",
+                    "  %extents = load ptr, ptr %extents.at, align 8",
+                ]
+            self._allocas += [
+                f"  {at} = getelementptr i8, ptr %extents, i64 {8 * slot}",
+                f"  {table} = load i64, ptr {at}, align 8",
+            ]
+            self._loaded[slot] = table
+        return self._loaded[slot]
 
     def finish_with_none(self) -> None:
         """End with a new reference to Python's None."""
@@ -121,7 +165,7 @@ class Function:
         self.do(f"{name} = {expression}")
         return name
 
-    def intrinsic(self, name: str, returns: str, *args: tuple[str, str]) -> str:
+    def intrinsic(self, name: str, returns: str, *args: tuple[str, Int]) -> str:
         """Call a function of LLVM's or of `THREADS` and `PYTHON`; `args` are types and values. Gives its result's name, if any.
 
         Raises:
@@ -129,7 +173,7 @@ class Function:
         """
         if not name.startswith("llvm.") and name not in THREADS + PYTHON:
             raise ValueError(f"{name} is no function that a kernel may call")
-        types, given = ", ".join(t for t, _ in args), ", ".join(f"{t} {x}" for t, x in args)
+        types, given = ", ".join(t for t, _ in args), ", ".join(f"{t} {self.number(x)}" for t, x in args)
         self.module.declarations[name] = f"declare {returns} @{name}({types})"
         call = f"call {returns} @{name}({given})"
         if returns == "void":
@@ -139,7 +183,7 @@ class Function:
 
     def call(self, name: str, *args: tuple[str, Int]) -> None:
         """Call another function of the module."""
-        self.do(f"call void @{name}({', '.join(f'{t} {x}' for t, x in args)})")
+        self.do(f"call void @{name}({', '.join(f'{t} {self.number(x)}' for t, x in args)})")
 
     def alloca(self, size_bytes: int) -> str:
         """Memory of the function's own, aligned to a cache line."""
@@ -149,12 +193,12 @@ class Function:
 
     def dynamic_alloca(self, size_bytes: Int) -> str:
         """Like `alloca`, of a size that is known when the function runs. Not in a loop: it stays until the function returns."""
-        return self.v(f"alloca i8, i64 {size_bytes}, align 64")
+        return self.v(f"alloca i8, i64 {self.number(size_bytes)}, align 64")
 
     # -- memory; offsets in bytes
 
     def at(self, pointer: str, offset: Int) -> str:
-        return pointer if offset == 0 else self.v(f"getelementptr i8, ptr {pointer}, i64 {offset}")
+        return pointer if _is(offset, 0) else self.v(f"getelementptr i8, ptr {pointer}, i64 {self.number(offset)}")
 
     def load(self, type_: str, pointer: str, align: int = 1) -> str:
         return self.v(f"load {type_}, ptr {pointer}, align {align}")
@@ -192,47 +236,47 @@ class Function:
     # -- 64-bit integers
 
     def add(self, a: Int, b: Int) -> Int:
-        if isinstance(a, int) and isinstance(b, int):
+        if not isinstance(a, str) and not isinstance(b, str):
             return a + b
-        if a == 0 or b == 0:
-            return b if a == 0 else a
-        return self.v(f"add nsw i64 {a}, {b}")
+        if _is(a, 0) or _is(b, 0):
+            return b if _is(a, 0) else a
+        return self.v(f"add nsw i64 {self.number(a)}, {self.number(b)}")
 
     def sub(self, a: Int, b: Int) -> Int:
-        if isinstance(a, int) and isinstance(b, int):
+        if not isinstance(a, str) and not isinstance(b, str):
             return a - b
-        return a if b == 0 else self.v(f"sub nsw i64 {a}, {b}")
+        return a if _is(b, 0) else self.v(f"sub nsw i64 {self.number(a)}, {self.number(b)}")
 
     def mul(self, a: Int, b: Int) -> Int:
-        if isinstance(a, int) and isinstance(b, int):
+        if not isinstance(a, str) and not isinstance(b, str):
             return a * b
-        if 0 in (a, b):
+        if _is(a, 0) or _is(b, 0):
             return 0
-        if a == 1 or b == 1:
-            return b if a == 1 else a
-        return self.v(f"mul nsw i64 {a}, {b}")
+        if _is(a, 1) or _is(b, 1):
+            return b if _is(a, 1) else a
+        return self.v(f"mul nsw i64 {self.number(a)}, {self.number(b)}")
 
     def div(self, a: Int, b: int) -> Int:
         """a // b for a >= 0."""
-        if isinstance(a, int):
+        if not isinstance(a, str):
             return a // b
-        return a if b == 1 else self.v(f"udiv i64 {a}, {b}")
+        return a if _is(b, 1) else self.v(f"udiv i64 {a}, {self.number(b)}")
 
     def rem(self, a: Int, b: int) -> Int:
         """a % b for a >= 0."""
-        if isinstance(a, int):
+        if not isinstance(a, str):
             return a % b
-        return 0 if b == 1 else self.v(f"urem i64 {a}, {b}")
+        return 0 if _is(b, 1) else self.v(f"urem i64 {a}, {self.number(b)}")
 
     def min(self, a: Int, b: Int) -> Int:
         if isinstance(a, int) and isinstance(b, int):
             return min(a, b)
-        return self.intrinsic("llvm.smin.i64", "i64", ("i64", str(a)), ("i64", str(b)))
+        return self.intrinsic("llvm.smin.i64", "i64", ("i64", self.number(a)), ("i64", self.number(b)))
 
     def max(self, a: Int, b: Int) -> Int:
         if isinstance(a, int) and isinstance(b, int):
             return max(a, b)
-        return self.intrinsic("llvm.smax.i64", "i64", ("i64", str(a)), ("i64", str(b)))
+        return self.intrinsic("llvm.smax.i64", "i64", ("i64", self.number(a)), ("i64", self.number(b)))
 
     # -- vectors
 
@@ -276,8 +320,9 @@ class Function:
         self.do(f"br label %{label}")
 
     @contextmanager
-    def loop(self, start: Int, stop: Int, step: int = 1, carried: Sequence[tuple[str, str]] = ()) -> Generator[Loop]:
+    def loop(self, start: Int, stop: Int, step: Int = 1, carried: Sequence[tuple[str, str]] = ()) -> Generator[Loop]:
         """`for index in range(start, stop, step)`. Inside set `next`; afterwards `carried` holds the last values."""
+        start, stop, step = self.number(start), self.number(stop), self.number(step)
         before, name = self._block, self.fresh("loop")
         head, body, done = f"{name}.head", f"{name}.body", f"{name}.done"
         self.jump(head)
@@ -311,7 +356,7 @@ class Function:
 
     def compare(self, how: str, a: Int, b: Int) -> str:
         """An i1: `how` is slt, sge, eq, ne, …"""
-        return self.v(f"icmp {how} i64 {a}, {b}")
+        return self.v(f"icmp {how} i64 {self.number(a)}, {self.number(b)}")
 
     @contextmanager
     def tasks(self, counter: str, total: Int, finished: str | None = None) -> Generator[str]:
@@ -336,9 +381,11 @@ class Function:
             with self.when(self.v(f"icmp ne i32 {done}, 0")):
                 self.intrinsic("tilewright_finished", "void", ("ptr", finished), ("i32", done))
 
-    def meet(self, finished: str, total: int) -> None:
+    def meet(self, finished: str, total: Int) -> None:
         """Wait until all threads together have finished `total` tasks."""
-        self.intrinsic("tilewright_meet", "void", ("ptr", finished), ("i32", str(total)))
+        total = self.number(total)
+        count = str(total) if isinstance(total, int) else self.v(f"trunc i64 {total} to i32")
+        self.intrinsic("tilewright_meet", "void", ("ptr", finished), ("i32", count))
 
     @contextmanager
     def tasks_ahead(self, counter: str, total: Int) -> Generator[tuple[str, str]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from tilewright.candidates.llvm.expressions.printer import Printer, constant, element, in_memory, size_bytes
 from tilewright.candidates.llvm.expressions.text import Function, Int, suffix, vec
@@ -147,17 +148,27 @@ class Lanes(Printer):
     def _lanes_apart(self, place: AccessMap, base: str, element_type: str, further: str = "zeroinitializer") -> str:
         """A pointer for each lane, so many elements `further`."""
         f, i32, i64 = self.f, vec(self.lanes, "i32"), vec(self.lanes, "i64")
-        first = (
-            f.v(f"trunc i64 {self.columns.first} to i32") if isinstance(self.columns.first, str) else str(self.columns.first)
-        )
+        first = self._word(self.columns.first)
         column = f.v(f"add {i32} {f.splat(self.lanes, 'i32', first)}, {f.iota(self.lanes)}")
         total = further
         for t in self._spread(place):
-            digit = f.v(f"udiv {i32} {column}, splat (i32 {t.inner})") if t.inner > 1 else column
-            digit = f.v(f"urem {i32} {digit}, splat (i32 {t.extent})")
-            wide = f.v(f"mul {i64} {f.v(f'zext {i32} {digit} to {i64}')}, splat (i64 {t.stride})")
+            digit = f.v(f"udiv {i32} {column}, {self._all(t.inner, 'i32')}") if t.inner > 1 else column
+            digit = f.v(f"urem {i32} {digit}, {self._all(t.extent, 'i32')}")
+            wide = f.v(f"mul {i64} {f.v(f'zext {i32} {digit} to {i64}')}, {self._all(t.stride, 'i64')}")
             total = f.v(f"add {i64} {total}, {wide}")
         return f.v(f"getelementptr {element_type}, ptr {base}, {i64} {total}")
+
+    def _word(self, number: Int) -> str:
+        """A number in 32 bits."""
+        given = self.f.number(number)
+        return self.f.v(f"trunc i64 {given} to i32") if isinstance(given, str) else str(given)
+
+    def _all(self, number: Int, type_: Literal["i32", "i64"]) -> str:
+        """A number in every lane."""
+        given = self.f.number(number)
+        if not isinstance(given, str):
+            return f"splat ({type_} {given})"
+        return self.f.splat(self.lanes, type_, given if type_ == "i64" else self._word(given))
 
     def _leaf(self, n: Node, row: Int) -> str:
         f, place, memory = self.f, self.access.of_leaf(n), in_memory(n.dtype)
@@ -199,16 +210,16 @@ class Lanes(Printer):
         signed, from_ = picks.dtype.kind == "int", vec(self.lanes, element(picks.dtype))
         at = index if from_ == i64 else f.v(f"{'sext' if signed else 'zext'} {from_} {index} to {i64}")
         if signed and n.op.wraps:
-            wrapped = f.v(f"add {i64} {at}, splat (i64 {extent})")
+            wrapped = f.v(f"add {i64} {at}, {self._all(extent, 'i64')}")
             at = f.v(f"select {i1} {f.v(f'icmp slt {i64} {at}, zeroinitializer')}, {i64} {wrapped}, {i64} {at}")
-        inside = f.v(f"icmp ult {i64} {at}, splat (i64 {extent})")
+        inside = f.v(f"icmp ult {i64} {at}, {self._all(extent, 'i64')}")
         outside = f.v(f"xor {i1} {inside}, splat (i1 true)")
         if self.columns.mask is not None:
             outside = f.v(f"and {i1} {outside}, {self.columns.mask}")
         with f.when(f.intrinsic(f"llvm.vector.reduce.or.v{self.lanes}i1", "i1", (i1, outside))):
             f.store("i64", "1", missed, 8)
         at = f.v(f"select {i1} {inside}, {i64} {at}, {i64} zeroinitializer")
-        further = f.v(f"mul {i64} {at}, splat (i64 {math.prod(table.shape[axis + 1 :])})")
+        further = f.v(f"mul {i64} {at}, {self._all(math.prod(table.shape[axis + 1 :]), 'i64')}")
         place, memory = self.access.of_leaf(table), in_memory(table.dtype)
         base = self._address(place, row, self.pointer(table), size_bytes(table.dtype), common=True)
         type_ = vec(self.lanes, memory)

@@ -25,7 +25,7 @@ from tilewright.ir.graph import toposort
 from tilewright.ir.ops import Param
 from tilewright.lowering.access import amax_of, gate_up, of_operand, of_store
 from tilewright.lowering.decompose import powers_as_products
-from tilewright.schedule.candidate import CPU, GEMM, Candidate, Kernel, Runner, Schedule, Unsupported
+from tilewright.schedule.candidate import CPU, GEMM, Candidate, Kernel, Ranged, Runner, Schedule, Unsupported
 from tilewright.schedule.cost import Work
 from tilewright.schedule.packed import packed_once
 from tilewright.schedule.problem import Problem
@@ -53,13 +53,13 @@ class Plan(NestPlan):
         nest = self.nest_of(schedule)
         return self.kernel_of(nest, schedule, module_text(nest))
 
-    def kernel_of(self, nest: Nest, schedule: Schedule, text: str) -> Kernel:
-        """The kernel of a nest's IR."""
+    def kernel_of(self, nest: Nest, schedule: Schedule, text: str, extents: tuple[int, ...] = ()) -> Kernel:
+        """The kernel of a nest's IR, with values of the extents that it leaves open."""
         call = engine.function(text)
 
         def prepare(weights: Mapping[int, torch.Tensor]) -> Runner:
             if not nest.constant:
-                return self.runner(nest, call, torch.empty(0))
+                return self.runner(nest, call, torch.empty(0), extents)
             rhs = self.problem.op.rhs
 
             def pack() -> torch.Tensor:
@@ -71,7 +71,7 @@ class Plan(NestPlan):
                 return packed
 
             read = [weights[n.op.index] for n in toposort((rhs,)) if isinstance(n.op, Param)]
-            return self.runner(nest, call, packed_once(read, (rhs, nest.choice, nest.nr, nest.width), pack))
+            return self.runner(nest, call, packed_once(read, (rhs, nest.choice, nest.nr, nest.width), pack), extents)
 
         return self.kernel(CANDIDATE.name, schedule, nest, prepare)
 
@@ -79,6 +79,25 @@ class Plan(NestPlan):
 def module_text(nest: Nest) -> str:
     """The kernel's IR for the processor at hand."""
     return GemmWriter(nest).write().text(*engine.host())
+
+
+def ranged(problem: Problem, target: Target, schedule: Schedule) -> Ranged:
+    """A kernel that leaves extents open which the problem leaves open.
+
+    Raises:
+        Unsupported: the sentence why there is none.
+    """
+    whole = plan(problem, target)
+    module = GemmWriter(replace(whole.nest_of(schedule), ranged=True)).write()
+    text, made = module.text(*engine.host()), [x is None for x in whole.outside]
+
+    def at(one: Problem, values: Mapping[str, int]) -> Kernel:
+        found = plan(one, target)
+        if [x is None for x in found.outside] != made or found.nest.k_contiguous != whole.nest.k_contiguous:
+            raise Unsupported("operands lie otherwise for these extents")
+        return found.kernel_of(replace(found.nest_of(schedule), ranged=True), schedule, text, module.extents_for(values))
+
+    return at
 
 
 def plan(problem: Problem, target: Target) -> Plan:
@@ -129,4 +148,4 @@ def _k_contiguous(problem: Problem) -> bool:
         return False
 
 
-CANDIDATE = Candidate("llvm", GEMM, CPU, 5, plan, packing_knobs=("nr", "instruction"))
+CANDIDATE = Candidate("llvm", GEMM, CPU, 5, plan, packing_knobs=("nr", "instruction"), ranged=ranged)

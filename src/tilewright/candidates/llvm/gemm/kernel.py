@@ -35,6 +35,7 @@ from tilewright.candidates.llvm.gemm.dots import PAIRS
 from tilewright.candidates.llvm.gemm.nest import CACHE_LINE, Nest, rounded
 from tilewright.candidates.llvm.runtime.calls import write_entries
 from tilewright.dtype import F32
+from tilewright.ir.dims import Extent
 from tilewright.ir.graph import Node, toposort
 from tilewright.ir.ops import VIEWS, Acc, Const, Convert, Map, Param
 from tilewright.lowering.access import Access
@@ -83,7 +84,8 @@ class GemmWriter:
     """Writes a nest as a module with an entry `python(pointers…, threads, pack)`."""
 
     def __init__(self, nest: Nest, module: Module | None = None):
-        self.nest, self.module = nest, module or Module(rounds_bf16=nest.dot.instruction == PAIRS)
+        at = nest.sources + len(nest.stores) if nest.ranged else None
+        self.nest, self.module = nest, module or Module(rounds_bf16=nest.dot.instruction == PAIRS, extents_at=at)
 
     def _function(self, name: str, *more: tuple[str, str]) -> Function:
         return Function(self.module, name, [("ptr", "arguments"), *more])
@@ -132,7 +134,7 @@ class GemmWriter:
     def _tile_kernels(self, *, more: bool) -> None:
         """Micro-kernels and epilogues of all tiles; with `more`, those that add to a tile, too."""
         n = self.nest
-        for rows in sorted({n.last_mr} | ({n.blocks.mr} if n.lhs_panels > 1 else set())):
+        for rows in n.heights:
             self._micro_kernel(rows, fresh=True)
             if more:
                 self._micro_kernel(rows, fresh=False)
@@ -296,7 +298,7 @@ class GemmWriter:
                 group(loop.index, d.k)
             if n.K % d.k:
                 group(n.K // d.k, n.K % d.k)
-            for index in range(-(-n.K // d.k), n.groups(n.K)):  # past K, up to a whole tile
+            for index in () if d.steps == 1 else range(-(-n.K // d.k), n.groups(n.K)):  # past K, up to a whole tile
                 place = f.mul(f.add(index * n.nv, part.index), d.vector_bytes)
                 f.store(d.operand, "zeroinitializer", f.at(out, place), 4)
 
@@ -478,6 +480,17 @@ class GemmWriter:
             if n.dot.tile_registers:
                 amx.configure(f, n.dot, rows)
 
+        if isinstance(n.last_mr, Extent):
+            full = n.M // mr
+            configure(mr)
+            with f.loop(block.ic, f.min(ic_end, full)) as ir:
+                jr_loop(mr, ir.index)
+            with f.when(f.compare("eq", ic_end, n.lhs_panels)):
+                for rows in range(1, mr):
+                    with f.when(f.compare("eq", n.M % mr, rows)):
+                        configure(rows)
+                        jr_loop(rows, full)
+            return
         full = n.lhs_panels if n.last_mr == mr else n.lhs_panels - 1
         if full:
             configure(mr)

@@ -5,10 +5,11 @@ Sources: Goto and van de Geijn 2008 (doi 10.1145/1356052.1356053); Van Zee and v
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 from tilewright.candidates.llvm.gemm.dots import Choice, Dot
+from tilewright.ir.dims import Extent
 from tilewright.ir.graph import Node
 from tilewright.lowering.access import Access
 
@@ -64,6 +65,7 @@ class Nest:
         gate_up: the node that stands, in the stores, for sums of the right half of `rhs`'s columns, where the stores read both
             halves together; None if they do not. A micro-panel then holds nr / 2 columns of each, those of the left half first.
         amaxes: for each store whether it keeps the largest magnitude of its values alone; empty: none does.
+        ranged: the kernel is written for extents that are open, whose values a call gives behind the results.
     """
 
     batch: int
@@ -80,6 +82,7 @@ class Nest:
     blocks: Blocks
     gate_up: Node | None = None
     amaxes: tuple[bool, ...] = ()
+    ranged: bool = field(default=False, kw_only=True)
 
     @property
     def dot(self) -> Dot:
@@ -135,7 +138,7 @@ class Nest:
         micro-panels of the left one are all that a packed weight meets, so that memory is read while any of them is multiplied.
         Else 0."""
         few = self.constant and 1 < self.lhs_panels <= 3 and self.nc_panels == 1 and self.dot.tile == 1
-        return -(-self.nv // self.lhs_panels) if few else 0
+        return -(-self.nv // (2 if isinstance(self.lhs_panels, Extent) else self.lhs_panels)) if few else 0
 
     def groups(self, k: int) -> int:
         """Groups of a lane's bytes that hold k elements of K: as many as the instruction takes at once, or a multiple."""
@@ -145,6 +148,13 @@ class Nest:
     def last_mr(self) -> int:
         """Rows of the last micro-panel of the left operand."""
         return self.M - (self.lhs_panels - 1) * self.blocks.mr
+
+    @property
+    def heights(self) -> list[int]:
+        """The rows that a tile may have: all up to mr, where it is not known how many are left over."""
+        if isinstance(self.last_mr, Extent):
+            return list(range(1, self.blocks.mr + 1))
+        return sorted({self.last_mr} | ({self.blocks.mr} if self.lhs_panels > 1 else set()))
 
     # -- memory, in bytes
 
@@ -216,5 +226,5 @@ class Nest:
 
     @property
     def pointers(self) -> int:
-        """Number of pointers that a call passes: sources, results, scratch, packed right operand."""
-        return self.sources + len(self.stores) + 2
+        """Number of pointers that a call passes: sources, results, extents if any are open, scratch, packed right operand."""
+        return self.sources + len(self.stores) + self.ranged + 2

@@ -18,12 +18,13 @@ from tilewright.candidates.llvm.runtime.calls import Call, bound
 from tilewright.candidates.llvm.runtime.scratch import give, maker, take
 from tilewright.dtype import F32
 from tilewright.hardware.target import Target
+from tilewright.ir.dims import extent_at
 from tilewright.ir.evaluate import evaluator
 from tilewright.ir.graph import Node, toposort
 from tilewright.ir.ops import Param, Reduce
 from tilewright.lowering.reduction_nest import ReductionNest, reduction_nests
 from tilewright.lowering.scalar.steps import usable
-from tilewright.schedule.candidate import CPU, FUSION, Candidate, FixedPlan, Kernel, Runner, Schedule, Unsupported
+from tilewright.schedule.candidate import CPU, FUSION, Candidate, FixedPlan, Kernel, Ranged, Runner, Schedule, Unsupported
 from tilewright.schedule.problem import FusionProblem
 from tilewright.schedule.recipe import Checked, describe
 
@@ -44,7 +45,7 @@ def rows_of(problem: FusionProblem, target: Target) -> Rows:
     nests = reduction_nests(problem.roots, check_node)
     each = tuple(_loops(r, choice.dot.lanes) for r in nests)
     scales = frozenset(i for loops in each for i in loops.scales if problem.weights[i])
-    return Rows(each, len(problem.types), len(problem.outputs), scales)
+    return Rows(each, len(problem.types), len(problem.outputs), scales, any(t.open for t in problem.types))
 
 
 def _loops(nest: ReductionNest, lanes: int) -> Loops:
@@ -69,6 +70,31 @@ def _build(problem: FusionProblem, rows: Rows, schedule: Schedule) -> Kernel:
     return Kernel(CANDIDATE.name, schedule, prepare, workspace_bytes=rows.thread_bytes * threads.count())
 
 
+def ranged(problem: FusionProblem, target: Target, schedule: Schedule) -> Ranged:
+    """A kernel that leaves extents open which the problem leaves open.
+
+    Raises:
+        Unsupported: the sentence why there is none.
+    """
+    written = rows_of(problem, target)
+    if written.scales:
+        raise Unsupported("what scales has to be looked at before each is written")
+    module = RowsWriter(written).write()
+    text = module.text(*engine.host())
+
+    def at(one: FusionProblem, values: Mapping[str, int]) -> Kernel:
+        call, extents = engine.function(text), module.extents_for(values)
+        rows = replace(rows_of(one, target), ranged=True)
+        memory = extent_at(written.thread_bytes, values)
+
+        def prepare(weights: Mapping[int, torch.Tensor]) -> Runner:
+            return _prepared(one, rows, call, memory, extents)
+
+        return Kernel(CANDIDATE.name, schedule, prepare, workspace_bytes=memory * threads.count())
+
+    return at
+
+
 def plan(problem: FusionProblem, target: Target) -> FixedPlan:
     """The plan.
 
@@ -86,11 +112,13 @@ def module_text(rows: Rows) -> str:
     return RowsWriter(rows).write().text(*engine.host())
 
 
-def _prepared(problem: FusionProblem, rows: Rows, kernel: Callable[..., None]) -> Runner:
+def _prepared(
+    problem: FusionProblem, rows: Rows, kernel: Callable[..., None], memory: int | None = None, extents: tuple[int, ...] = ()
+) -> Runner:
     picks = any(loops.nest.tables for loops in rows.each)
     small = sum(loops.nest.work for loops in rows.each) <= ONE_THREAD_WORK or rows.tasks == 1
-    read, each = rows.sources, rows.thread_bytes
-    call = Call(kernel, rows.pointers, read, rows.types, problem.outputs, each, each, small)
+    read, each = rows.sources, rows.thread_bytes if memory is None else memory
+    call = Call(kernel, rows.pointers, read, rows.types, problem.outputs, each, each, small, extents=extents)
     return checked(call, problem) if picks else bound(call)
 
 
@@ -98,6 +126,7 @@ def checked(call: Call, problem: FusionProblem) -> Runner:
     """A runner of a kernel that picks by indices: one out of range is an error in the words of the operation that picks."""
     meaning = evaluator(problem.roots, [Node(Param(i, t)) for i, t in enumerate(problem.types)])
     makers = [maker(t.shape, t.dtype.to_torch()) for t in call.results]
+    extents = [addressof(call.table)] * (call.pointers - call.first - len(call.results) - 2)
 
     def run(sources: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         held = [t if t.is_contiguous() else t.contiguous() for t in sources]  # copies live until the call is over
@@ -107,7 +136,7 @@ def checked(call: Call, problem: FusionProblem) -> Runner:
         to = [t.data_ptr() for t in results]
         missed = c_int64(0)
         memory = take(call.each * count) if call.each else None
-        call.kernel(*at, *to, memory[0] if memory else 0, addressof(missed), count)
+        call.kernel(*at, *to, *extents, memory[0] if memory else 0, addressof(missed), count)
         if memory:
             give(memory)
         if missed.value:
@@ -117,4 +146,4 @@ def checked(call: Call, problem: FusionProblem) -> Runner:
     return describe(run, lambda parts: Checked(call.recipe(parts)))
 
 
-CANDIDATE = Candidate("llvm_norm", FUSION, CPU, 5, plan)
+CANDIDATE = Candidate("llvm_norm", FUSION, CPU, 5, plan, ranged=ranged)

@@ -92,12 +92,14 @@ class Rows:
         each: the nests.
         types, results: how many sources and results the problem has.
         scales: sources of the problem that quantising multiplies by the reciprocal of, known to be `steps.usable`.
+        ranged: the kernel is written for extents that are open, whose values a call gives behind the results.
     """
 
     each: tuple[Loops, ...]
     types: int
     results: int
     scales: frozenset[int] = frozenset()
+    ranged: bool = False
 
     @property
     def sources(self) -> tuple[int, ...]:
@@ -106,8 +108,8 @@ class Rows:
 
     @property
     def pointers(self) -> int:
-        """Sources, results, the scratch memory, and what tells of an index out of range."""
-        return self.types + self.results + 2
+        """Sources, results, extents if any are open, the scratch memory, and what tells of an index out of range."""
+        return self.types + self.results + self.ranged + 2
 
     @property
     def tasks(self) -> int:
@@ -122,7 +124,7 @@ class RowsWriter:
     """Writes rows as a module with the entries of a product's, see `runtime.calls`."""
 
     def __init__(self, rows: Rows):
-        self.rows, self.module = rows, Module()
+        self.rows, self.module = rows, Module(extents_at=rows.types + rows.results if rows.ranged else None)
 
     def write(self) -> Module:
         self._worker()

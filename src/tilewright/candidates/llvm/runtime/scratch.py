@@ -6,6 +6,7 @@ its product takes. Concurrent calls never share any memory: taking from and givi
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import mmap
 from collections.abc import Callable, Iterator, Sequence
@@ -69,20 +70,40 @@ def maker(shape: Sequence[int], dtype: torch.dtype) -> Callable[[], torch.Tensor
 
 def _large(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     count = prod(shape)
-    lent = _lend(-(-count * dtype.itemsize // LARGE_BYTES) * LARGE_BYTES)
+    lent = _lend(_block_of(count * dtype.itemsize))
     return torch.frombuffer(lent, dtype=dtype, count=count).view(shape)
 
 
+@cache
+def _block_of(size_bytes: int) -> int:
+    """The size of the block for so many bytes: one of eight from each power of two to the next, so that shapes share them."""
+    step = max(LARGE_BYTES, 1 << max(0, (size_bytes - 1).bit_length() - 4))
+    return -(-size_bytes // step) * step
+
+
 def _lend(size: int) -> Any:
-    try:
-        memory = _idle.setdefault(size, []).pop()
-    except IndexError:
+    memory = None
+    for each in (size, *sorted(s for s in list(_idle) if s > size)):  # a larger one has its pages already
+        with contextlib.suppress(KeyError, IndexError):
+            memory, size = _idle[each].pop(), each
+            break
+    if memory is None:
+        _drop(size)
         memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # a fork's results are its own
         if hasattr(mmap, "MADV_HUGEPAGE"):
             memory.madvise(mmap.MADV_HUGEPAGE)
     lent = _lent_type(size).from_buffer(memory)
     lent.owner = memory
     return lent
+
+
+def _drop(size: int) -> None:
+    """Give smaller free blocks back to the system, of as many bytes: who asks for large ones now needs few of them."""
+    known = list(_idle.items())  # other threads add sizes
+    for each, blocks in sorted(known):
+        while blocks and each < size and size > 0:
+            del blocks[-1:]  # another thread may have taken it
+            size -= each
 
 
 @cache
@@ -96,7 +117,7 @@ def _lent_type(size: int) -> Any:
                 del blocks[-1:]  # another thread may have taken it
                 kept -= each
         if kept + size <= KEPT_BYTES:
-            _idle[size].append(self.owner)
+            _idle.setdefault(size, []).append(self.owner)
 
     return type("Lent", (ctypes.c_uint8 * size,), {"__del__": give_back})
 
