@@ -1,9 +1,12 @@
 """`tilewright.ort.InferenceSession` beside onnxruntime's own session on the same models, and the compiled ONNX backend."""
 
 import functools
+import json
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
+import ml_dtypes
 import numpy as np
 import onnx
 import onnxruntime
@@ -15,8 +18,9 @@ from onnx_node_suite import outcomes
 from transformer_exports import exported, feeds
 
 import tilewright.onnx_backend
-from tilewright.errors import InputError
-from tilewright.ort import InferenceSession, OrtValue
+import tilewright.ort
+from tilewright.errors import InputError, UnsupportedError
+from tilewright.ort import InferenceSession, OrtValue, RunOptions, SessionOptions
 
 rng = np.random.default_rng(5)
 
@@ -116,6 +120,106 @@ def test_numbers_and_lists_become_arrays_of_the_inputs_type():
     np.testing.assert_array_equal(ours.run(None, {"x": torch.ones(2, 2), "s": np.float32(3)})[0], np.full((2, 2), 3.0))
 
 
+def view(kind):
+    """The same numbers in an array that is not laid out as kernels want them."""
+    x = floats(5, 24)
+    whole = np.zeros((7, 50), np.float32)
+    if kind == "offset":
+        whole[1:6, 3:27] = x
+        return whole[1:6, 3:27]
+    if kind == "every second":
+        whole[1:6, :48:2] = x
+        return whole[1:6, :48:2]
+    if kind == "unaligned":
+        held = np.zeros(x.nbytes + 1, np.uint8)[1:].view(np.float32).reshape(x.shape)
+        held[:] = x
+        return held
+    if kind == "read-only":
+        x.flags.writeable = False
+        return x
+    return {"transposed": x.T.copy().T, "backwards": x[::-1, ::-1], "repeated": np.broadcast_to(x[:1], x.shape)}[kind]
+
+
+@pytest.mark.parametrize("kind", ["offset", "every second", "unaligned", "read-only", "transposed", "backwards", "repeated"])
+def test_views_are_read_as_the_numbers_that_they_are(kind):
+    ours, theirs = both(dense(5))
+    agree(ours, theirs, {"x": view(kind)})
+
+
+def test_numbers_in_the_other_byte_order_are_read():
+    x = floats(5, 24)
+    ours = InferenceSession(dense(5), budget_s=0)
+    np.testing.assert_array_equal(ours.run(["y"], {"x": x.astype(">f4")})[0], ours.run(["y"], {"x": x})[0])
+
+
+def test_bfloat16_goes_through():
+    x = floats(3, 4).astype(ml_dtypes.bfloat16)
+    m = model([helper.make_node("Add", ["x", "x"], ["y"])], [value("x", TensorProto.BFLOAT16, ("n", 4))], {"y": 16})
+    (y,) = InferenceSession(m, budget_s=0).run(None, {"x": x})
+    assert y.dtype == ml_dtypes.bfloat16
+    np.testing.assert_array_equal(y, x + x)
+    held = OrtValue.ortvalue_from_numpy(x)
+    assert (held.element_type(), held.shape()) == (TensorProto.BFLOAT16, [3, 4])
+    np.testing.assert_array_equal(held.numpy(), x)
+    again = OrtValue.ortvalue_from_numpy_with_onnx_type(x.view(np.uint16), TensorProto.BFLOAT16)
+    np.testing.assert_array_equal(again.numpy(), x)
+    with pytest.raises(InputError, match="4 bytes an element, bf16 has 2"):
+        OrtValue.ortvalue_from_numpy_with_onnx_type(floats(2), TensorProto.BFLOAT16)
+
+
+def test_an_input_of_unknown_rank_takes_any():
+    m = model([helper.make_node("Relu", ["x"], ["y"])], [value("x", 1, None)], {"y": 1})
+    ours, theirs = both(m)
+    for shape in ((3,), (2, 5), ()):
+        agree(ours, theirs, {"x": np.asarray(floats(*shape))})
+
+
+def test_initializers_that_are_inputs_may_be_fed():
+    m = dense("rows")
+    m.graph.input.append(value("b", 1, (40,)))
+    ours, theirs = both(m)
+    assert [i.name for i in ours.get_overridable_initializers()] == ["b"]
+    for rows in (2, 5):
+        agree(ours, theirs, {"x": floats(rows, 24)})
+        agree(ours, theirs, {"x": floats(rows, 24), "b": floats(40)})
+    agree(ours, theirs, {"x": floats(2, 24)})
+
+
+def words():
+    m = one("Identity", {"x": np.array([["a", "b"]])}, out=TensorProto.STRING)
+    m.graph.input[0].type.tensor_type.elem_type = TensorProto.STRING
+    return m
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        np.array([["this", "ist"]]),
+        np.array([["this", "ist"]], object),
+        np.array([[b"this", b"ist"]], "S8"),
+        np.array([[b"must", b"have"]], np.void),
+        np.array([["Olá", "여보세요"]]),
+        [["this", "ist"]],
+    ],
+)
+def test_strings_of_any_kind_come_back_as_objects(given):
+    ours, theirs = both(words())
+    found, wanted = ours.run(None, {"x": given})[0], theirs.run(None, {"x": given})[0]
+    assert (found.dtype, found.tolist()) == (wanted.dtype, wanted.tolist())
+    if isinstance(given, np.ndarray):
+        held = OrtValue.ortvalue_from_numpy(given)
+        assert (held.data_type(), held.element_type(), held.shape()) == ("tensor(string)", TensorProto.STRING, [1, 2])
+        assert held.numpy().tolist() == ours.run(None, {"x": held})[0].tolist() == wanted.tolist()
+
+
+def test_what_is_no_string_is_refused():
+    ours = InferenceSession(words(), budget_s=0)
+    with pytest.raises(InputError, match="float32 given, strings wanted"):
+        ours.run(None, {"x": floats(1, 2)})
+    with pytest.raises(InputError, match="bytes that are no UTF-8"):
+        ours.run(None, {"x": np.array([[b"\xff", b"a"]])})
+
+
 def test_strings_and_sequences_pass():
     lengths = one("StringConcat", {"x": np.array(["a", "b"]), "y": np.array(["c", "d"])}, out=TensorProto.STRING)
     for i in lengths.graph.input:
@@ -155,7 +259,7 @@ def test_bindings_read_and_write_the_memory_bound():
     assert binding.get_outputs() == []
     binding.clear_binding_inputs()
     binding.bind_output("y")
-    with pytest.raises(InputError, match="no value for 'x'"):
+    with pytest.raises(InputError, match=r"Required inputs \(\['x'\]\) are missing"):
         ours.run_with_iobinding(binding)
 
 
@@ -186,8 +290,11 @@ def test_values_stay_values():
     np.testing.assert_array_equal(np.from_dlpack(y), y.numpy())
     (again,) = ours.run_with_ort_values(["y"], {"x": onnxruntime.OrtValue.ortvalue_from_numpy(x)})
     np.testing.assert_array_equal(again.numpy(), y.numpy())
-    given.update_inplace(2 * x)
-    np.testing.assert_array_equal(given.numpy(), 2 * x)
+    for kind in (OrtValue, onnxruntime.OrtValue):  # both stand over the array's own memory
+        held, doubled = kind.ortvalue_from_numpy(x), 2 * x
+        held.update_inplace(doubled)
+        np.testing.assert_array_equal(held.numpy(), doubled)
+        np.testing.assert_array_equal(x, doubled)
     with pytest.raises(InputError, match="into memory for"):
         given.update_inplace(x[:2])
 
@@ -205,14 +312,14 @@ def test_runs_from_threads_and_in_the_background_of_the_caller():
     done.clear()
     ours.run_async(["y"], {}, lambda *got: (seen.append(got), done.set()), None)
     assert done.wait(60)
-    assert "no value for 'x'" in seen[1][2]
+    assert "Required inputs (['x']) are missing" in seen[1][2]
 
 
 @pytest.mark.parametrize(
     ("names", "feed", "message"),
     [
         (["z"], {"x": np.zeros((2, 24), np.float32)}, "no output is called 'z'"),
-        (None, {}, "no value for 'x'"),
+        (None, {}, r"Required inputs \(\['x'\]\) are missing"),
         (None, {"x": np.zeros((2, 24), np.float32), "w": np.zeros((24, 40), np.float32)}, "input 'w' is unknown"),
         (None, {"x": np.zeros((2, 24))}, "f64"),
         (None, {"x": np.zeros((2, 23), np.float32)}, "23"),
@@ -244,6 +351,120 @@ def test_session_options_give_the_number_of_threads():
     session = InferenceSession(dense(2), options, budget_s=0)
     assert session.program.threads == 1
     assert session.get_session_options() is options
+
+
+def test_options_give_extents_numbers():
+    m = dense("rows")
+    m.graph.input[0].type.tensor_type.shape.dim[0].denotation = "DATA_BATCH"
+    named, denoted = SessionOptions(), SessionOptions()
+    named.add_free_dimension_override_by_name("rows", 4)
+    denoted.add_free_dimension_override_by_denotation("DATA_BATCH", 4)
+    for options in (named, denoted):
+        session = InferenceSession(m, options, budget_s=0)
+        assert session.get_inputs()[0].shape == [4, 24]
+        assert session.run(["y"], {"x": floats(4, 24)})[0].shape == (4, 8)
+        with pytest.raises(InputError, match="wanted"):
+            session.run(None, {"x": floats(5, 24)})
+    assert m.graph.input[0].type.tensor_type.shape.dim[0].dim_param == "rows"
+
+
+def test_options_give_initializers(tmp_path):
+    m, x, w = dense(3), floats(3, 24), floats(24, 40)
+    options, theirs = SessionOptions(), onnxruntime.SessionOptions()
+    options.add_initializer("w", OrtValue.ortvalue_from_numpy(w))
+    held = onnxruntime.OrtValue.ortvalue_from_numpy(w)
+    theirs.add_initializer("w", held)
+    wanted = onnxruntime.InferenceSession(m.SerializeToString(), theirs).run(None, {"x": x})
+    np.testing.assert_allclose(InferenceSession(m, options, budget_s=0).run(None, {"x": x})[0], wanted[0], rtol=1e-4, atol=1e-4)
+    onnx.save_model(m, tmp_path / "m.onnx", save_as_external_data=True, location="m.bin", size_threshold=0)
+    for take in (False, True):
+        options = SessionOptions()
+        options.add_initializer("w", OrtValue.ortvalue_from_numpy(w))
+        if take:
+            content = (tmp_path / "m.bin").read_bytes()
+            (tmp_path / "m.bin").unlink()
+            options.add_external_initializers_from_files_in_memory(["m.bin"], [content], [len(content)])
+        found = InferenceSession(tmp_path / "m.onnx", options, budget_s=0).run(None, {"x": x})
+        np.testing.assert_allclose(found[0], wanted[0], rtol=1e-4, atol=1e-4)
+
+
+def test_options_are_kept_by_key_and_what_cannot_be_is_refused(caplog, tmp_path):
+    options, run = SessionOptions(), RunOptions()
+    options.add_session_config_entry("a", "1")
+    run.add_run_config_entry("b", "2")
+    assert (options.get_session_config_entry("a"), run.get_run_config_entry("b")) == ("1", "2")
+    for kind in (ValueError, RuntimeError, InputError):
+        with pytest.raises(kind, match="SessionOptions does not have configuration with key: none"):
+            options.get_session_config_entry("none")
+    with pytest.raises(InputError, match="RunOptions does not have configuration with key: none"):
+        run.get_run_config_entry("none")
+    with pytest.raises(UnsupportedError, match="adapters are not read"):
+        run.add_active_adapter(None)
+    with pytest.raises(UnsupportedError, match="libraries of custom operators are not run"):
+        options.register_custom_ops_library("lib.so")
+    options.optimized_model_filepath = str(tmp_path / "m.onnx")
+    assert InferenceSession(dense(2), options, budget_s=0).run(["y"], {"x": floats(2, 24)}, run)[0].shape == (2, 8)
+    assert "optimized_model_filepath: no model is written" in caplog.text
+
+
+def test_names_and_defaults_are_onnxruntimes():
+    theirs, ours = onnxruntime.SessionOptions(), SessionOptions()
+    wanted = {k: getattr(theirs, k) for k in dir(theirs) if not k.startswith("_") and not callable(getattr(theirs, k))}
+    assert {k: getattr(ours, k) for k in wanted} == {k: getattr(v, "value", v) for k, v in wanted.items()}
+    for kind in ("GraphOptimizationLevel", "ExecutionMode"):
+        found, wanted = getattr(tilewright.ort, kind), getattr(onnxruntime, kind)
+        assert {n: int(v) for n, v in found.__members__.items()} == {n: v.value for n, v in wanted.__members__.items()}
+    assert tilewright.ort.get_available_providers()[-1] == tilewright.ort.get_all_providers()[-1] == "CPUExecutionProvider"
+    assert tilewright.ort.get_device() == ("GPU" if torch.cuda.is_available() else "CPU")
+
+
+def test_options_in_a_models_metadata_count_where_the_environment_says_so(monkeypatch):
+    m = dense(2)
+    m.metadata_props.add(key="ort_config", value='{"session_options": {"intra_op_num_threads": 1, "inter_op_num_threads": 5}}')
+    assert InferenceSession(m, budget_s=0).get_session_options() == SessionOptions()
+    monkeypatch.setenv("ORT_LOAD_CONFIG_FROM_MODEL", "1")
+    session = InferenceSession(m, budget_s=0)
+    assert session.get_session_options() == SessionOptions(intra_op_num_threads=1, inter_op_num_threads=5)
+    assert session.program.threads == 1
+    m.metadata_props[0].value = "[]"
+    with pytest.raises(InputError, match="no options of a session"):
+        InferenceSession(m, budget_s=0)
+
+
+def test_a_profile_has_a_line_for_each_run(tmp_path):
+    options = SessionOptions(enable_profiling=True, profile_file_prefix=str(tmp_path / "times"))
+    session = InferenceSession(dense(2), options, budget_s=0)
+    for _ in range(3):
+        session.run(None, {"x": floats(2, 24)})
+    path = session.end_profiling()
+    events = json.loads(Path(path).read_text())
+    assert [e["name"] for e in events] == ["session_initialization", "model_run", "model_run", "model_run"]
+    assert all(e["ts"] >= 0 and e["dur"] >= 0 and e["ph"] == "X" for e in events)
+    assert str(session.get_profiling_start_time_ns()) in path
+    assert InferenceSession(dense(2), budget_s=0).end_profiling() == ""
+
+
+def test_providers_may_be_set_later():
+    session = InferenceSession(dense(2), budget_s=0)
+    before = session.program
+    session.set_providers(["CPUExecutionProvider"])
+    assert session.program is before
+    with pytest.raises(RuntimeError, match="Unknown Provider Type: Other"):
+        session.set_providers(["Other"])
+
+
+def test_a_value_is_what_numpy_and_dlpack_read():
+    x = floats(2, 3)
+    held = OrtValue.ortvalue_from_numpy(x)
+    assert np.asarray(held).ctypes.data == held.data_ptr() == x.ctypes.data
+    assert np.asarray(held, np.float64).dtype == np.float64
+    flags = OrtValue.from_dlpack(OrtValue.ortvalue_from_numpy(np.array([True, False])))
+    assert (flags.data_type(), flags.numpy().tolist()) == ("tensor(bool)", [True, False])
+    assert OrtValue.from_dlpack(held).data_ptr() == held.data_ptr()
+    held.update_inplace(OrtValue.ortvalue_from_numpy(x * 2))
+    assert OrtValue([x, x]).data_type() == "seq(tensor(float))"
+    with pytest.raises(InputError, match="list is no tensor"):
+        OrtValue([x]).data_ptr()
 
 
 def test_what_is_no_model_is_refused(tmp_path):

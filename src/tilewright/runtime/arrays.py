@@ -68,7 +68,7 @@ def to_numpy(tensor: torch.Tensor, dtype: DType) -> np.ndarray:
 
 
 class Wanted:
-    """An input as a program declares it; tensors that are just that are taken as they are, without looking twice.
+    """An input as a program declares it; tensors and arrays that are just that are taken as they are, without looking twice.
 
     Attributes:
         name: what the program calls it.
@@ -83,6 +83,8 @@ class Wanted:
         looked_at = type.dtype.kind == "opaque" or type.dtype.bits == 4  # every element
         self._dtype = None if looked_at else type.dtype.to_torch()
         self._shape, self._at = torch.Size(type.shape), torch.device(device)
+        native = None if looked_at or device != "cpu" else type.dtype.to_numpy()
+        self._numpy = native if native is not None and native.isbuiltin == 1 else None
 
     def take(self, value: object) -> torch.Tensor:
         """A user's array as a tensor on the device.
@@ -90,7 +92,10 @@ class Wanted:
         Raises:
             InputError: see `from_user`.
         """
-        if type(value) is torch.Tensor and value.dtype is self._dtype and value.shape == self._shape:
+        if type(value) is np.ndarray:
+            if value.dtype == self._numpy and value.shape == self._shape and value.flags.carray:
+                return torch.from_numpy(value)
+        elif type(value) is torch.Tensor and value.dtype is self._dtype and value.shape == self._shape:
             plain = value.layout is torch.strided and not (value.requires_grad or value.is_neg())
             if plain and value.device == self._at:
                 return value

@@ -1,0 +1,107 @@
+"""Memory that is bound to a session's inputs and outputs before it runs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from tilewright.errors import InputError
+from tilewright.ir.types import TensorType
+from tilewright.ort.options import SessionError
+from tilewright.ort.values import OrtValue, device, dtype_of, fill, taken
+from tilewright.runtime.arrays import at_address
+
+if TYPE_CHECKING:
+    from tilewright.ort.session import InferenceSession
+
+
+class IOBinding:
+    """Memory for the inputs and outputs of a session, bound before `run_with_iobinding`."""
+
+    def __init__(self, session: InferenceSession) -> None:
+        self._session = session
+        self._inputs: dict[str, object] = {}
+        self._outputs: dict[str, torch.Tensor | str] = {}  # memory, or a device
+        self._results: dict[str, OrtValue] = {}
+
+    def bind_cpu_input(self, name: str, arr_on_cpu: np.ndarray) -> None:
+        """Read an input from a NumPy array."""
+        self._inputs[name] = arr_on_cpu
+
+    def bind_input(
+        self, name: str, device_type: str, device_id: int, element_type: Any, shape: Sequence[int], buffer_ptr: int
+    ) -> None:
+        """Read an input from contiguous memory at an address, which must outlive the binding."""
+        kind = TensorType(dtype_of(element_type), tuple(shape))
+        self._inputs[name] = at_address(buffer_ptr, kind, device(device_type, device_id))
+
+    def bind_ortvalue_input(self, name: str, ortvalue: Any) -> None:
+        """Read an input from a value."""
+        self._inputs[name] = taken(ortvalue)
+
+    def bind_output(
+        self,
+        name: str,
+        device_type: str = "cpu",
+        device_id: int = 0,
+        element_type: Any = None,
+        shape: Sequence[int] | None = None,
+        buffer_ptr: int | None = None,
+    ) -> None:
+        """Write an output to contiguous memory at an address, or, without one, to new memory on a device."""
+        place = device(device_type, device_id)
+        if buffer_ptr is None:
+            self._outputs[name] = place
+            return
+        if shape is None or element_type is None:
+            raise SessionError("an address without shape and element type", where=f"output {name!r}", hint="give both")
+        self._outputs[name] = at_address(buffer_ptr, TensorType(dtype_of(element_type), tuple(shape)), place)
+
+    def bind_ortvalue_output(self, name: str, ortvalue: Any) -> None:
+        """Write an output into a value's memory."""
+        if not isinstance(ortvalue, OrtValue):
+            hint = "tilewright.ort.OrtValue.ortvalue_from_shape_and_type"
+            raise InputError(
+                f"the memory of a {type(ortvalue).__name__} cannot be written", where=f"output {name!r}", hint=hint
+            )
+        self._outputs[name] = ortvalue.tensor
+
+    def clear_binding_inputs(self) -> None:
+        """Forget the inputs."""
+        self._inputs.clear()
+
+    def clear_binding_outputs(self) -> None:
+        """Forget the outputs, and the results in them."""
+        self._outputs.clear()
+        self._results.clear()
+
+    def synchronize_inputs(self) -> None:
+        """Wait until what writes the inputs is done."""
+        self._session.wait()
+
+    def synchronize_outputs(self) -> None:
+        """Wait until the results are there."""
+        self._session.wait()
+
+    def get_outputs(self) -> list[OrtValue]:
+        """The results of the last run, in the order in which outputs were bound."""
+        return [self._results[name] for name in self._outputs if name in self._results]
+
+    def copy_outputs_to_cpu(self) -> list[Any]:
+        """Copies of the results of the last run as NumPy arrays."""
+        return [r.numpy() if r.is_tensor() else r.value for r in self.get_outputs()]
+
+    def run(self) -> None:
+        """Run the session on what is bound."""
+        places = {name: p if isinstance(p, str) else p.device.type for name, p in self._outputs.items()}
+        found = self._session.values(list(places), self._inputs)
+        for (name, place), (value, dtype) in zip(self._outputs.items(), found, strict=True):
+            if isinstance(place, torch.Tensor):
+                fill(place, value, f"output {name!r}")
+                value = place
+            elif isinstance(value, torch.Tensor):
+                value = value.to(place)
+            self._results[name] = OrtValue(value, dtype)
