@@ -255,6 +255,16 @@ class AnyShape:
                 self._kept.move_to_end(key)
         return found
 
+    def measured(self, within_s: float, **values: int) -> Program:
+        """The instance for values of the dims, by name, which is measured for so many seconds if there was none yet.
+
+        Raises:
+            InputError: a value is missing, or outside its bounds (`at`).
+        """
+        if within_s > 0 and all(name in values and values[name] in dim for name, dim in self.dims.items()):
+            self._measure(values, within_s)
+        return self.at(**values)
+
     def explain(self, **values: int) -> Report[Explain]:
         """Account for every product of one instance, that of the middle of all ranges where no values are given."""
         return self.at(**(values or self._regions[0].reading.scope.within(ANCHORS[0]))).explain()

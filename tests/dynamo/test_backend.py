@@ -54,6 +54,48 @@ def test_twenty_shapes_take_at_most_three_compiles():
     made = graphs()
     assert len(made) <= 3 and all(g.why is None for g in made)
     assert sum(len(g.programs) for g in made) == len(set(shapes))
+    assert sum(g.compiled for g in made) <= 3 and all(g.concrete is None for g in made)
+
+
+def test_attention_of_any_length_is_read_once():
+    model = Attending().eval()
+    f = compiled(model, dynamic=True)
+    with torch.no_grad():
+        for batch, length in ((2, 3), (4, 9), (3, 17), (7, 2)):
+            x = torch.randn(batch, length, 32)
+            torch.testing.assert_close(f(x), model(x), rtol=1e-4, atol=1e-5)
+    assert latest().compiled == 1 and latest().concrete is None and len(latest().programs) == 4
+
+
+def test_a_size_that_is_computed_with():
+    def f(x, w):
+        y = (x @ w) * x.shape[0] + torch.arange(x.shape[0]).unsqueeze(1) / x.shape[0] ** 0.5
+        return y, y.t(), torch.zeros(x.shape[0], 2), x.shape[0] + 1
+
+    g, w = compiled(f, dynamic=True), torch.randn(5, 4)
+    with torch.no_grad():
+        for rows in (3, 8, 5):
+            x = torch.randn(rows, 5)
+            wanted, got = f(x, w), g(x, w)
+            torch.testing.assert_close(got, wanted)
+            assert [t.stride() for t in got[:3]] == [t.stride() for t in wanted[:3]]
+    assert latest().programs
+
+
+def test_a_cache_of_any_batch():
+    """Its extents are open; a call writes to what it is given."""
+    eager = Counting().eval()
+    other = copy.deepcopy(eager)
+    del eager.total, other.total
+    eager.total, other.total = torch.zeros(1), torch.zeros(1)
+    f = compiled(other, dynamic=True)
+    with torch.no_grad():
+        for batch in (2, 3, 5):
+            x, at, cache = torch.randn(batch, 3, 8), torch.arange(3), torch.randn(batch, 16, 8)
+            mine = cache.clone()
+            torch.testing.assert_close(f(x, mine, at), eager(x, cache, at))
+            torch.testing.assert_close(mine, cache)
+    assert latest().programs and latest().concrete is None
 
 
 def test_products_are_ours():
@@ -242,6 +284,7 @@ def test_gradients_of_three_steps():
             optimiser.zero_grad()
     made = {g.name: g for g in graphs() if g.programs}
     assert {"forward", "backward"} <= set(made) and all(g.why is None for g in made.values())
+    assert all(g.compiled == 1 and g.concrete is None for g in made.values())
     assert any(s.part.kind == "gemm" for s in made["backward"].programs[0].steps)
 
 
@@ -305,6 +348,22 @@ def test_breaks_and_numbers():
             wanted, got = f(x, w, n), g(x, w, n)
             torch.testing.assert_close(got[0], wanted[0])
             assert got[1] == wanted[1]
+
+
+def test_what_cannot_stay_open_is_compiled_for_each_shape():
+    """Torch's own operator, to which an extent is given."""
+
+    def f(x, w):
+        y = x @ w
+        return torch.nn.functional.interpolate(y[None, None], size=(2 * x.shape[0], 8), mode="bicubic")
+
+    w = torch.randn(5, 4)
+    g = compiled(f, dynamic=True)
+    with torch.no_grad():
+        for rows in (3, 6, 3):
+            x = torch.randn(rows, 5)
+            torch.testing.assert_close(g(x, w), f(x, w), rtol=1e-4, atol=1e-5)
+    assert latest().why is None and latest().concrete is not None and latest().compiled == 2
 
 
 def test_what_no_graph_holds_runs_in_torch():

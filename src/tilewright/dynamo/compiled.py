@@ -15,10 +15,11 @@ from typing import Any, cast
 import torch
 from torch import fx
 
+from tilewright.any_shape import AnyShape
 from tilewright.compiler import compile, search_behind
 from tilewright.dynamo.options import Options
 from tilewright.errors import LOGGER, TilewrightError
-from tilewright.frontends.torch.aot import Concrete, Given, read
+from tilewright.frontends.torch.aot import Concrete, Given, Open, read, written
 from tilewright.program import Program
 from tilewright.runtime.arrays import address, separate
 from tilewright.runtime.executable import Step
@@ -30,8 +31,8 @@ _version = operator.attrgetter("_version")
 _pointer = operator.methodcaller("data_ptr")
 
 
-class Held:
-    """A program and what it holds for: the parameters that it may have packed, as they were then.
+class Instance:
+    """A program for the extents of a call, and how a call of it is made.
 
     Attributes:
         program: what runs, over no caches yet.
@@ -41,27 +42,12 @@ class Held:
     program: Program
     calls: int
 
-    def __init__(self, program: Program, concrete: Concrete, args: Sequence[Any], constants: Sequence[int]) -> None:
-        """A program made for `args`, those at `constants` being constants of it; `concrete` says how a call is made."""
+    def __init__(self, program: Program, concrete: Concrete, args: Sequence[Any]) -> None:
+        """A program made for arguments as `args`; `concrete` says how a call is made."""
         self.program, self.calls, self._concrete = program, 0, concrete
-        self._constants = operator.itemgetter(*constants) if len(constants) > 1 else None
-        self._places = list(constants)
-        self._tensors = [args[p] for p in constants]
-        self._versions, self._pointers = [*map(_version, self._tensors)], [*map(_pointer, self._tensors)]
         self._device = torch.device(program.target.device)
         self._elsewhere = {p for p in (*concrete.inputs, *concrete.written) if args[p].device != self._device}
         self._bound: OrderedDict[tuple[int, ...], _Bound] = OrderedDict()
-
-    def stale(self, args: Sequence[Any]) -> Sequence[int] | None:
-        """Places of the parameters that were written to since; None: these are others."""
-        given = self._constants(args) if self._constants is not None else [args[p] for p in self._places]
-        if not all(map(operator.is_, given, self._tensors)):
-            return None
-        versions, pointers = [*map(_version, given)], [*map(_pointer, given)]
-        if versions == self._versions and pointers == self._pointers:
-            return ()
-        same = zip(self._places, versions, self._versions, pointers, self._pointers, strict=True)
-        return [place for place, v, before, p, then in same if v != before or p != then]
 
     def __call__(self, args: Sequence[Any]) -> list[object]:
         """The results of the graph; arguments that it writes to are written."""
@@ -114,41 +100,77 @@ class _Bound:
     lives: list[weakref.ref[torch.Tensor]]
 
 
-def _forget(held: weakref.ref[Held], key: tuple[int, ...], _: object) -> None:
-    one = held()
+def _forget(instance: weakref.ref[Instance], key: tuple[int, ...], _: object) -> None:
+    one = instance()
     if one is not None:
         one._bound.pop(key, None)  # pyright: ignore[reportPrivateUsage]
+
+
+class Held:
+    """Programs of a graph for any extents, and what they hold for: the parameters that they may have packed, as they were then.
+
+    Attributes:
+        instances: by the extents of calls, those that were made last at the end.
+        ranges: what instances are made of; None where the graph is read for the extents of each.
+        constants: places of the parameters among the arguments.
+    """
+
+    instances: OrderedDict[Hashable, Instance]
+    ranges: tuple[Open, AnyShape] | None
+    constants: list[int]
+
+    def __init__(self, args: Sequence[Any], constants: Sequence[int], ranges: tuple[Open, AnyShape] | None) -> None:
+        """Programs that the arguments at `constants` are constants of."""
+        self.instances, self.ranges = OrderedDict(), ranges
+        self.constants = list(constants)
+        self._get = operator.itemgetter(*constants) if len(constants) > 1 else None
+        self._tensors = [args[p] for p in constants]
+        self._versions, self._pointers = [*map(_version, self._tensors)], [*map(_pointer, self._tensors)]
+
+    def stale(self, args: Sequence[Any]) -> Sequence[int] | None:
+        """Places of the parameters that were written to since; None: these are others."""
+        given = self._get(args) if self._get is not None else [args[p] for p in self.constants]
+        if not all(map(operator.is_, given, self._tensors)):
+            return None
+        versions, pointers = [*map(_version, given)], [*map(_pointer, given)]
+        if versions == self._versions and pointers == self._pointers:
+            return ()
+        same = zip(self.constants, versions, self._versions, pointers, self._pointers, strict=True)
+        return [place for place, v, before, p, then in same if v != before or p != then]
 
 
 class Compiled:
     """The function of one graph: of a model's forward pass, or of the backward pass that belongs to it.
 
-    Extents that a graph leaves open are known when it is called. A program is made for each that is met again, and found by
-    the extents and by the identity of the parameters, which it may have packed. What no program can be made of, torch runs.
+    A graph with open extents is read once, as a program for ranges, and instantiated for extents that are met again; what
+    cannot be left open is read for the extents of each call. Programs are found by the extents and by the identity of the
+    parameters, which they may have packed. What no program can be made of, torch runs.
 
     Attributes:
         name: "forward", "backward" or "inference".
         why: the sentence why torch runs the graph; None if programs do.
+        concrete: the sentence why its extents are not left open; None if they are, or if it has none.
         number: of the graph, counted through the process.
     """
 
     name: str
     why: str | None
+    concrete: str | None
     number: int
 
     def __init__(self, module: fx.GraphModule, constant: Collection[int], options: Options, name: str) -> None:
         """A graph whose arguments at `constant` are parameters and buffers."""
-        self.name, self.why = name, None
+        self.name, self.why, self.concrete = name, None, None
         self._module, self._options = module, options
         holders = [n.meta.get("val") for n in module.graph.nodes if n.op == "placeholder"]
         self._numbers = [i for i, value in enumerate(holders) if not isinstance(value, torch.Tensor)]
         self._open = [i for i, value in enumerate(holders) if _is_open(value)]
-        self._constant = set(constant) - {*self._numbers, *self._open}
+        self._constant = set(constant) - {*self._numbers, *self._open, *written(module)}
         self._lock = threading.RLock()
-        self._held: OrderedDict[Hashable, list[Held]] = OrderedDict()
+        self._held: list[Held] = []
         self._met = Counter[Hashable]()
         self._changes = Counter[int]()
-        self._dropped = 0
+        self._dropped = self._read = 0
         self.number = next(_numbers)
         _all.add(self)
 
@@ -159,13 +181,13 @@ class Compiled:
         if self.why is not None:
             return self._by_torch(given)
         key = self._extents(given)
-        held = self._found(key, given) or self._make(key, given)
-        if held is None:
+        found = self._find(key, given) or self._make(key, given)
+        if found is None:
             return self._by_torch(given)
-        held.calls += 1
-        if held.calls % OFTEN == 0 and self._options.background and self._options.budget_s > 0:
-            search_behind(held.program, self._options.budget_s, cache=self._options.cache)
-        return held(given)
+        found.calls += 1
+        if found.calls % OFTEN == 0 and self._options.background and self._options.budget_s > 0:
+            search_behind(found.program, self._options.budget_s, cache=self._options.cache)
+        return found(given)
 
     def boxed(self) -> Callable[[list[Any]], Sequence[object]]:
         """The function as AOTAutograd takes it: of a list of arguments, which it empties."""
@@ -180,14 +202,25 @@ class Compiled:
     def programs(self) -> list[Program]:
         """The programs that there are now."""
         with self._lock:
-            return [h.program for several in self._held.values() for h in several]
+            return [i.program for held in self._held for i in held.instances.values()]
+
+    @property
+    def compiled(self) -> int:
+        """How many times the graph was read and rewritten."""
+        with self._lock:
+            return self._read + sum(h.ranges[1].compiled for h in self._held if h.ranges is not None)
 
     def _extents(self, args: Sequence[Any]) -> Hashable:
         numbers = tuple([args[i] for i in self._numbers])
-        return numbers, tuple([args[i].shape for i in self._open]) if self._open else ()
+        return numbers, tuple([(args[i].shape, args[i].stride()) for i in self._open]) if self._open else ()
 
-    def _found(self, key: Hashable, args: Sequence[Any]) -> Held | None:
-        for held in self._held.get(key, ()):
+    def _find(self, key: Hashable, args: Sequence[Any]) -> Instance | None:
+        held = self._current(args)
+        return None if held is None else held.instances.get(key)
+
+    def _current(self, args: Sequence[Any]) -> Held | None:
+        """What holds for these parameters as they are; what held for them as they were is dropped."""
+        for held in self._held:
             stale = held.stale(args)
             if stale is None:
                 continue
@@ -196,45 +229,76 @@ class Compiled:
             with self._lock:
                 self._changes.update(stale)
                 self._constant -= {place for place in stale if self._changes[place] >= CHANGES}
-                self._held[key] = [h for h in self._held[key] if h is not held]
+                self._forget(held)
             return None
         return None
 
-    def _make(self, key: Hashable, args: Sequence[Any]) -> Held | None:
+    def _forget(self, held: Held) -> None:
+        if held in self._held:
+            self._read += 0 if held.ranges is None else held.ranges[1].compiled
+            self._held = [h for h in self._held if h is not held]
+
+    def _make(self, key: Hashable, args: Sequence[Any]) -> Instance | None:
         """A program for these arguments; None while torch is to run them."""
         with self._lock:
-            found = self._found(key, args)
+            held = self._current(args)
+            found = None if held is None else held.instances.get(key)
             if found is not None:
                 return found
             self._met[key] += 1
-            early = self._held and key not in self._held and self._met[key] < self._options.met
+            early = self._held and not any(key in h.instances for h in self._held) and self._met[key] < self._options.met
             if early or self._dropped > 2 * self._options.most:  # or more extents than are kept come and go
                 return None
             try:
-                held = self._compiled(args)
+                held = held or self._holding(args)
+                made = held.instances[key] = self._instance(held, args)
             except TilewrightError as error:
                 self.why = str(error)
                 LOGGER.info("torch runs a graph of torch.compile (%s): %s", self.name, error)
                 return None
-            self._held.setdefault(key, []).append(held)
-            self._held.move_to_end(key)
-            while sum(map(len, self._held.values())) > self._options.most:
-                oldest = next(iter(self._held))
-                self._held[oldest] = self._held[oldest][1:]
+            self._held = [*(h for h in self._held if h is not held), held]
+            while sum(len(h.instances) for h in self._held) > self._options.most:
+                self._held[0].instances.popitem(last=False)
                 self._dropped += 1
-                if not self._held[oldest]:
-                    del self._held[oldest]
-            return held
+                if not self._held[0].instances:
+                    self._forget(self._held[0])
+            return made
 
-    def _compiled(self, args: Sequence[Any]) -> Held:
-        options, tensors = self._options, [a for a in args if isinstance(a, torch.Tensor)]
+    def _holding(self, args: Sequence[Any]) -> Held:
+        """Nothing yet for these parameters: the graph, read with its extents left open where it can be."""
         constant = {i for i in self._constant if not args[i].is_inference()}
-        graph, concrete = read(self._module, args, constant, self.name)
-        device = next((t.device for t in tensors if t.device.type != "cpu"), torch.device("cpu"))
+        ranges = None
+        if self._open and self.concrete is None:
+            try:
+                opened = Open(self._module, args, constant, self.name)
+                made = compile(opened, dims=True, device=_device(args), budget_s=0, cache=self._options.cache)
+                ranges = opened, made
+            except TilewrightError as error:
+                self.concrete = str(error)
+                LOGGER.info("a graph of torch.compile (%s) is compiled for each shape: %s", self.name, error)
+        return Held(args, sorted(constant), ranges)
+
+    def _instance(self, held: Held, args: Sequence[Any]) -> Instance:
+        options = self._options
         now = 0.0 if options.background else options.budget_s
-        program = compile(graph, device=device, budget_s=now, cache=options.cache)
-        program.own_graphs = options.cuda_graphs
-        return Held(program, concrete, args, sorted(constant.difference(concrete.written)))
+        if held.ranges is not None:
+            opened, ranges = held.ranges
+            try:
+                values = opened.values(args)
+                program = ranges.measured(0.0 if held.instances else now, **{n: values[n] for n in ranges.dims})
+                return self._with_options(Instance(program, opened.at(args), args))
+            except TilewrightError as error:
+                LOGGER.info("a graph of torch.compile (%s) is compiled for a shape by itself: %s", self.name, error)
+        graph, concrete = read(self._module, args, held.constants, self.name)
+        self._read += 1
+        program = compile(graph, device=_device(args), budget_s=now, cache=options.cache)
+        return self._with_options(Instance(program, concrete, args))
+
+    def _with_options(self, made: Instance) -> Instance:
+        if made.program.own_graphs != self._options.cuda_graphs:
+            made.program.own_graphs = self._options.cuda_graphs
+            made.program.swap(made.program.steps)
+        return made
 
     def _by_torch(self, args: list[Any]) -> Sequence[object]:
         with torch.no_grad():
@@ -252,3 +316,9 @@ _numbers = itertools.count()
 
 def _is_open(value: object) -> bool:
     return isinstance(value, torch.Tensor) and not all(type(d) is int for d in value.shape)
+
+
+def _device(args: Sequence[Any]) -> torch.device:
+    """Where a graph with these arguments runs: on the accelerator where one of them lies."""
+    devices = (t.device for t in args if isinstance(t, torch.Tensor) and t.device.type != "cpu")
+    return next(devices, torch.device("cpu"))

@@ -10,6 +10,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields, replace
 from typing import Any, cast
 
+import torch
+
 from tilewright.ir.build import extents
 from tilewright.ir.dims import Extent, Scope, extent_at, scope_of, solve
 from tilewright.ir.graph import Graph, Node, Op, label_of, toposort
@@ -52,6 +54,12 @@ def instance(graph: Graph, values: Mapping[str, int]) -> Graph:
     return instance_of(graph, values)[0]
 
 
+def _sized(state: torch.Tensor, node: Node) -> torch.Tensor:
+    """State of an instance: that of the program, unless it is without data and of another shape here."""
+    same = not state.is_meta or tuple(state.shape) == node.shape
+    return state if same else torch.empty(node.shape, dtype=state.dtype, device="meta")
+
+
 def instance_of(graph: Graph, values: Mapping[str, int]) -> tuple[Graph, Mapping[Node, Node]]:
     """The same, and what each node became.
 
@@ -61,7 +69,9 @@ def instance_of(graph: Graph, values: Mapping[str, int]) -> tuple[Graph, Mapping
     memo = nodes_at((*graph.inputs, *graph.outputs), values).memo
     origins = {memo[n]: name for n, name in graph.origins.items() if n in memo}
     ends = [memo[n] for n in graph.outputs]
-    made = replace(graph, inputs=tuple(memo[n] for n in graph.inputs), outputs=tuple(ends), origins=origins)
+    inputs = tuple(memo[n] for n in graph.inputs)
+    kept = tuple(_sized(t, n) for t, n in zip(graph.state, inputs[len(inputs) - len(graph.state) :], strict=True))
+    made = replace(graph, inputs=inputs, outputs=tuple(ends), origins=origins, state=kept)
     return made, memo
 
 

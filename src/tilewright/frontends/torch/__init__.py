@@ -24,6 +24,7 @@ from tilewright.frontends import LoadOptions
 from tilewright.frontends.torch import call as calls
 from tilewright.frontends.torch import elementwise, few_bits, index, matmul, quantize, reduce, views
 from tilewright.frontends.torch import file_call as file_calls
+from tilewright.frontends.torch.aot import Open
 from tilewright.frontends.torch.export import arguments, exported, places, program_name, user_inputs
 from tilewright.frontends.torch.reader import Reader
 from tilewright.frontends.torch.registry import DependsOnDataError
@@ -42,7 +43,7 @@ def accepts(program: object) -> bool:
     """Tell whether `program` is a module, an exported program, or a file that torch writes."""
     if isinstance(program, Path):
         return program.suffix in _PICKLES
-    return isinstance(program, (torch.nn.Module, ExportedProgram))
+    return isinstance(program, (torch.nn.Module, ExportedProgram, Open))
 
 
 def load(program: object, options: LoadOptions) -> Graph:
@@ -62,6 +63,8 @@ def load(program: object, options: LoadOptions) -> Graph:
             where=str(program),
             hint="if you trust it: tilewright.compile(torch.export.load(path))",
         )
+    if isinstance(program, Open):
+        return program.graph(options.scope)
     assert isinstance(program, (torch.nn.Module, ExportedProgram))
     if options.untrusted:
         raise UnsupportedError("a module is code of this process, which nothing limits", where=program_name(program))

@@ -1,23 +1,25 @@
-"""Graphs of AOTAutograd: functional ATen with numbers that stand for extents, read for the extents of one call.
+"""Graphs of AOTAutograd: functional ATen with numbers that stand for extents, which stay open or are those of one call.
 
-`at` runs such a graph on stand-ins of the shapes that a call has, so that every number is one, and gives what the reader of
-exported programs takes. What a call gives that it only hands through, a number or a view of an argument, is no part of the
-program (`Given`).
+`Open` is such a graph with torch's symbols in it, which the front end reads as a program for ranges. `at` runs the graph on
+stand-ins of the shapes that a call has, so that every number is one. Either gives what the reader of exported programs takes.
+What a call gives that it only hands through, a number or a view of an argument, is no part of the program (`Given`).
 """
 
 from __future__ import annotations
 
 import contextlib
+import math
 import operator
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, cast
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, TypeGuard, cast
 
 import torch
 from torch import fx
 from torch._C import DispatchKey
 from torch._ops import OpOverload
-from torch._subclasses import FakeTensorMode
+from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.export.graph_signature import ExportGraphSignature, InputKind, InputSpec, OutputKind, OutputSpec, TensorArgument
 from torch.fx.node import map_arg
 from torch.utils import _pytree as pytree
@@ -27,6 +29,8 @@ from tilewright.frontends.torch.call import schema_of
 from tilewright.frontends.torch.export import OTHERWISE
 from tilewright.frontends.torch.reader import Reader
 from tilewright.frontends.torch.registry import TRANSLATIONS
+from tilewright.frontends.torch.symbols import Symbols, reading
+from tilewright.ir.dims import Scope, spelt
 from tilewright.ir.graph import Graph
 from tilewright.tracing import TRACING
 
@@ -44,6 +48,10 @@ def _seen(x: object, views: Views) -> object:
     return x
 
 
+def _views_at(views: Views, number: Callable[[object], object]) -> Views:
+    return tuple((view, *pytree.tree_map(number, (rest, dict(named)))) for view, rest, named in views)
+
+
 @dataclass(frozen=True)
 class Given:
     """A result that a call hands through: a number, or an argument seen through views.
@@ -59,6 +67,10 @@ class Given:
     def of(self, args: Sequence[object]) -> object:
         """The result, of the arguments of a call."""
         return self.value if self.place is None else _seen(args[self.place], self.views)
+
+    def at(self, number: Callable[[object], object]) -> Given:
+        """The same with numbers for symbols."""
+        return replace(self, value=number(self.value), views=_views_at(self.views, number))
 
 
 @dataclass(frozen=True)
@@ -78,6 +90,11 @@ class Made:
     device: torch.device
     order: tuple[int, ...] | None = None
     views: Views = ()
+
+    def at(self, number: Callable[[object], object]) -> Made:
+        """The same with numbers for symbols."""
+        shape, strides = (cast("tuple[int, ...]", tuple(map(number, given))) for given in (self.shape, self.strides))
+        return replace(self, shape=shape, strides=strides, views=_views_at(self.views, number))
 
     def of(self, results: Sequence[object]) -> object:
         """The result, of those of the program, in the memory layout that autograd reckons with."""
@@ -120,6 +137,10 @@ class Concrete:
     written: list[int]
     results: list[Given | Made]
     call_spec: _Unnamed = field(default_factory=lambda: _Unnamed())
+
+    def at(self, number: Callable[[object], object]) -> Concrete:
+        """The same with numbers for symbols in its results."""
+        return replace(self, results=[r.at(number) for r in self.results])
 
 
 def decompositions(*, derived: bool) -> dict[Any, Callable[..., Any]]:
@@ -167,12 +188,120 @@ def read(module: fx.GraphModule, args: Sequence[object], constant: Collection[in
         return Reader(cast(Any, concrete), name, random=True).read(), concrete
 
 
-class _Walk:
-    """Walks a graph once, running it on stand-ins."""
+class Open:
+    """A graph whose extents stay open, as the front end reads it into any scope: `tilewright.compile(Open(…), dims=True)`.
 
-    def __init__(self, module: fx.GraphModule, args: Sequence[object], constant: Collection[int]) -> None:
+    Attributes:
+        concrete: how a call of it is made; extents in it are torch's symbols.
+        name: the program's.
+    """
+
+    concrete: Concrete
+    name: str
+
+    def __init__(self, module: fx.GraphModule, args: Sequence[object], constant: Collection[int], name: str) -> None:
+        """The graph with the arguments of a call, of which those at `constant` are constants (`read`).
+
+        Raises:
+            UnsupportedError: it holds what is no functional operator of torch, a symbol that no argument says, or none in the
+                shapes of its inputs.
+        """
+        self.name = name
+        self._places = _symbols_of(module)
+        holders = [cast("object", n.meta.get("val")) for n in module.graph.nodes if n.op == "placeholder"]
+        fakes = next((v.fake_mode for v in holders if isinstance(v, FakeTensor)), None)
+        if not self._places or fakes is None or fakes.shape_env is None:
+            raise UnsupportedError("no extent of the arguments is open", where=name)
+        with TRACING, torch.no_grad(), fakes.shape_env.suppress_guards():
+            self.concrete = _Walk(module, args, constant, fakes, {*self._places}).run()
+        read = (*self.concrete.inputs, *self.concrete.written)
+        if not any(_is_symbolic(d) for place in read for d in cast("torch.Tensor", holders[place]).shape):
+            raise UnsupportedError("no extent of the inputs is open", where=name)
+        self._ranges = dict(fakes.shape_env.var_to_range)
+
+    def graph(self, scope: Scope) -> Graph:
+        """The program, its open extents in a scope.
+
+        Raises:
+            UnsupportedError: control flow, random numbers, effects, types no graph holds, or torch's own operator is given an
+                open extent.
+        """
+        with TRACING, torch.no_grad(), reading(Symbols(scope, self._ranges, {})):
+            return Reader(cast(Any, self.concrete), self.name, random=True).read()
+
+    def values(self, args: Sequence[object]) -> dict[str, int]:
+        """The values of the dims, by name, that the arguments of a call say."""
+        return {spelt(str(symbol)): value for symbol, value in self._values(args).items()}
+
+    def at(self, args: Sequence[object]) -> Concrete:
+        """How a call with these arguments is made, and any call of the same extents."""
+        values = self._values(args)
+
+        def number(value: object) -> object:
+            return int(value.node.expr.xreplace(values)) if isinstance(value, torch.SymInt) else value
+
+        return self.concrete.at(number)
+
+    def _values(self, args: Sequence[object]) -> dict[Any, int]:
+        return {symbol: get(args[place]) for symbol, (place, get) in self._places.items()}
+
+
+Get = Callable[[Any], int]
+
+
+def _symbols_of(module: fx.GraphModule) -> dict[Any, tuple[int, Get]]:
+    """Where each symbol of torch's is said: the place of an argument, and what is read off that."""
+    found: dict[Any, tuple[int, Get]] = {}
+    for place, node in enumerate(n for n in module.graph.nodes if n.op == "placeholder"):
+        value = cast("object", node.meta.get("val"))
+        said: list[tuple[object, Get]] = [(value, int)]
+        if isinstance(value, torch.Tensor):
+            said = [(d, partial(_extent, axis)) for axis, d in enumerate(value.shape)]
+            said += [(d, partial(_stride, axis)) for axis, d in enumerate(value.stride())]
+        for d, get in said:
+            if _is_symbolic(d) and d.node.expr.is_Symbol:
+                found.setdefault(d.node.expr, (place, get))
+    return found
+
+
+def _extent(axis: int, t: torch.Tensor) -> int:
+    return t.shape[axis]
+
+
+def _stride(axis: int, t: torch.Tensor) -> int:
+    return t.stride(axis)
+
+
+def _is_symbolic(d: object) -> TypeGuard[torch.SymInt]:
+    """Tell whether an extent is computed from symbols; one that torch found out is a number."""
+    return isinstance(d, torch.SymInt) and not d.node.expr.is_Integer
+
+
+def _hinted(d: object) -> int:
+    """An extent for the shapes that a graph was traced with.
+
+    Raises:
+        UnsupportedError: it depends on data.
+    """
+    found = d.node.hint if isinstance(d, torch.SymInt) else d
+    if not isinstance(found, int):
+        raise UnsupportedError(f"an extent, {d}, depends on data", where="torch.compile")
+    return found
+
+
+class _Walk:
+    """Walks a graph once, running it on stand-ins; or as it was traced, with symbols that arguments say."""
+
+    def __init__(
+        self,
+        module: fx.GraphModule,
+        args: Sequence[object],
+        constant: Collection[int],
+        fakes: FakeTensorMode,
+        symbols: Collection[object] | None = None,
+    ) -> None:
         self._module, self._args, self._constant = module, args, constant
-        self._fakes = FakeTensorMode()
+        self._fakes, self._symbols = fakes, symbols
         self._env: dict[fx.Node, object] = {}  # numbers, and nodes of the graph that is made
         self._place: dict[fx.Node, int] = {}  # of the placeholders that are made
         self.graph = fx.Graph()
@@ -180,6 +309,7 @@ class _Walk:
         self.constants: dict[str, torch.Tensor] = {}
         self.state: dict[str, torch.Tensor] = {}
         self.inputs: list[int] = []
+        self._extents: dict[object, fx.Node] = {}  # by torch's expression
         self._written = dict[int, fx.Node]()  # by the place of the argument, what it becomes
 
     def run(self) -> Concrete:
@@ -201,7 +331,7 @@ class _Walk:
     def _placeholder(self, node: fx.Node, place: int, changed: bool) -> object:
         value = self._args[place]
         if not isinstance(value, torch.Tensor):
-            return value
+            return value if self._symbols is None else self._known(node.meta["val"], node)
         if type(value) not in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer) or value.layout is not torch.strided:
             raise UnsupportedError(f"an argument is a {type(value).__name__} of layout {value.layout}", where=node.name)
         kind = InputKind.USER_INPUT
@@ -231,9 +361,27 @@ class _Walk:
         after = next((n for n in self.graph.nodes if n.op != "placeholder"), None)
         with contextlib.nullcontext() if after is None else self.graph.inserting_before(after):
             made = self.graph.placeholder(node.name)
+        if self._symbols is not None and node.op == "placeholder":
+            made.meta["val"] = self._known(node.meta["val"], node)
+            return made
         with self._fakes:
             made.meta["val"] = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
         return made
+
+    def _known(self, value: object, node: fx.Node) -> object:
+        """A value as it was traced, whose symbols arguments say.
+
+        Raises:
+            UnsupportedError: they do not, or it is a number that is no extent.
+        """
+        for leaf in pytree.tree_leaves(value):
+            numbers = (*leaf.shape, *leaf.stride()) if isinstance(leaf, torch.Tensor) else (leaf,)
+            for d in numbers:
+                if isinstance(d, (torch.SymFloat, torch.SymBool)):
+                    raise UnsupportedError(f"{d} is no extent", where=node.name)
+                if isinstance(d, torch.SymInt) and not d.node.expr.free_symbols <= {*(self._symbols or ())}:
+                    raise UnsupportedError(f"no argument says what {d} is", where=node.name)
+        return value
 
     def _specified(self, made: fx.Node, kind: InputKind) -> None:
         target = None if kind is InputKind.USER_INPUT else made.name
@@ -252,17 +400,42 @@ class _Walk:
             raise UnsupportedError(f"{target} writes to its operand", where=node.name)
         if not isinstance(target, OpOverload) and leaves and target is not operator.getitem:
             raise UnsupportedError(f"{target} has no place in a graph", where=node.name)
-        given, named = map_arg((args, kwargs), lambda n: n.meta["val"])
-        with self._fakes:
-            value = target(*given, **named)
+        value = self._value(node, target, args, kwargs)
         if not any(isinstance(v, torch.Tensor) for v in pytree.tree_leaves(value)):
-            if leaves and any(isinstance(v, (torch.SymInt, torch.SymFloat, torch.SymBool)) for v in pytree.tree_leaves(value)):
+            symbolic = any(isinstance(v, (torch.SymInt, torch.SymFloat, torch.SymBool)) for v in pytree.tree_leaves(value))
+            if self._symbols is None and leaves and symbolic:
                 raise UnsupportedError(f"{target} makes a number that depends on the data", where=node.name)
             return value  # of numbers alone, or a check of them
+        args, kwargs = pytree.tree_map(lambda leaf: self._number(leaf, node), (args, kwargs))
         made = self.graph.call_function(cast(Any, target), args, kwargs, name=node.name)
         made.meta = {k: v for k, v in node.meta.items() if k == "nn_module_stack"}
         made.meta["val"] = value
         return made
+
+    def _value(self, node: fx.Node, target: Callable[..., object], args: Any, kwargs: Any) -> object:
+        """What an operator gives: of stand-ins, or as it was traced."""
+        if self._symbols is None:
+            given, named = map_arg((args, kwargs), lambda n: n.meta["val"])
+            with self._fakes:
+                return target(*given, **named)
+        value = node.meta.get("val")
+        tensors = any(isinstance(v, torch.Tensor) for v in pytree.tree_leaves(value))
+        return self._known(value, node) if tensors or isinstance(value, torch.SymInt) else value
+
+    def _number(self, leaf: object, node: fx.Node) -> object:
+        """An argument of an operator; a symbol as a node, which the graph may hold.
+
+        Raises:
+            UnsupportedError: it is a number that is no extent.
+        """
+        if isinstance(leaf, (torch.SymFloat, torch.SymBool)):
+            raise UnsupportedError(f"{leaf} is no extent", where=node.name)
+        if not isinstance(leaf, torch.SymInt):
+            return leaf
+        if leaf.node.expr not in self._extents:
+            made = self._extents[leaf.node.expr] = self.graph.call_function(operator.index, ())
+            made.meta["val"] = leaf
+        return self._extents[leaf.node.expr]
 
     def _copied(self, node: fx.Node, into: object, new: object, *_: object) -> object:
         """The end of a graph in which an argument takes its new value."""
@@ -298,17 +471,27 @@ class _Walk:
         """A result that the program gives, in the order in which its axes lie in memory; a view of it, where that is all."""
         value, views = _viewed(value, lambda base: base not in self._place)
         held = cast("torch.Tensor", value.meta["val"])
-        order = sorted(range(held.dim()), key=lambda a: (held.stride(a), held.shape[a]), reverse=True)
+        shape, strides = ([*map(_hinted, given)] for given in (held.shape, held.stride()))
+        order = sorted(range(held.dim()), key=lambda a: (strides[a], shape[a]), reverse=True)
         back = None
-        dense = held.permute(order)
-        if order != [*range(held.dim())] and dense.is_contiguous():
+        if order != [*range(held.dim())] and _is_dense([shape[a] for a in order], [strides[a] for a in order]):
             moved = self.graph.call_function(torch.ops.aten.permute.default, (value, order))
             with self._fakes:
-                moved.meta["val"] = dense.contiguous()
+                moved.meta["val"] = torch.empty([held.shape[a] for a in order], dtype=held.dtype, device=held.device)
             back, value = tuple(order.index(a) for a in range(len(order))), moved
         if value not in outputs:
             outputs.append(value)
         return Made(outputs.index(value), tuple(held.shape), held.stride(), held.device, back, views)
+
+
+def _is_dense(shape: Sequence[int], strides: Sequence[int]) -> bool:
+    """Tell whether elements of these extents follow each other in memory."""
+    step = 1
+    for n, stride in reversed([*zip(shape, strides, strict=True)]):
+        if n != 1 and stride != step:
+            return 0 in shape
+        step *= n
+    return True
 
 
 def _viewed(value: fx.Node, may_be: Callable[[fx.Node], bool]) -> tuple[fx.Node, Views]:
@@ -316,13 +499,18 @@ def _viewed(value: fx.Node, may_be: Callable[[fx.Node], bool]) -> tuple[fx.Node,
     views: list[tuple[OpOverload, tuple[object, ...], Mapping[str, object]]] = []
     while isinstance(value.target, OpOverload) and value.target.is_view and isinstance(value.meta["val"], torch.Tensor):
         base, *rest = value.args
-        whole = isinstance(base, fx.Node) and base.meta["val"].numel() <= value.meta["val"].numel()
-        known = not any(isinstance(a, fx.Node) for a in pytree.tree_leaves((rest, value.kwargs)))
+        rest, named = map_arg((rest, value.kwargs), lambda n: n.meta["val"] if n.target is operator.index else n)
+        whole = isinstance(base, fx.Node) and _count(base) <= _count(value)
+        known = not any(isinstance(a, fx.Node) for a in pytree.tree_leaves((rest, named)))
         if not whole or not known or not may_be(cast(fx.Node, base)):
             break
-        views.append((value.target, tuple(rest), value.kwargs))
+        views.append((value.target, tuple(rest), named))
         value = cast(fx.Node, base)
     return value, tuple(reversed(views))
+
+
+def _count(node: fx.Node) -> int:
+    return math.prod(map(_hinted, node.meta["val"].shape))
 
 
 def at(module: fx.GraphModule, args: Sequence[object], constant: Collection[int]) -> Concrete:
@@ -331,7 +519,13 @@ def at(module: fx.GraphModule, args: Sequence[object], constant: Collection[int]
     Raises:
         UnsupportedError: it holds what is no functional operator of torch.
     """
-    return _Walk(module, args, constant).run()
+    return _Walk(module, args, constant, FakeTensorMode()).run()
+
+
+def written(module: fx.GraphModule) -> set[int]:
+    """Places of the arguments that a graph writes to."""
+    changed = _changed(module)
+    return {i for i, n in enumerate(n for n in module.graph.nodes if n.op == "placeholder") if n in changed}
 
 
 def _changed(module: fx.GraphModule) -> set[fx.Node]:

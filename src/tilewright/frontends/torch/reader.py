@@ -106,7 +106,8 @@ class Reader:
         if not isinstance(held, torch.Tensor):
             raise UnsupportedError(f"a weight is a {type(held).__name__}, not a tensor", where=label)
         if label in self._program.graph_signature.buffers_to_mutate.values():
-            found = type_of(held, label)
+            traced = node.meta.get("val")
+            found = type_of(traced if isinstance(traced, torch.Tensor) else held, label)
             made = Node(Input(self._name_of_kept(label), found, mutable=True))
             self._kept[label] = made, held.detach()
             return made
