@@ -236,9 +236,13 @@ def test_files_of_other_formats_are_called_what_they_are(tmp_path):
             InputError, match=r"(?s)a file of torch.save is no safetensors file .*try: safetensors.torch.save_file"
         ):
             tilewright.read_checkpoint(tmp_path / name)
-    (tmp_path / "m.gguf").write_bytes(b"GGUF" + bytes(99))
-    with pytest.raises(InputError, match=r"(?s)a GGUF file is no safetensors file.*try: the checkpoint that it was made from"):
-        tilewright.read_checkpoint(tmp_path / "m.gguf")
+    (tmp_path / "gguf.safetensors").write_bytes(b"GGUF" + bytes(99))
+    with pytest.raises(InputError, match=r"(?s)a GGUF file is no safetensors file.*try: a name that ends in .gguf"):
+        tilewright.read_checkpoint(tmp_path / "gguf.safetensors")
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder/m.gguf").write_bytes(b"GGUF")
+    with pytest.raises(InputError, match=r"try: m\.gguf is of another format: give its path"):
+        tilewright.read_checkpoint(tmp_path / "folder")
 
 
 def test_a_header_that_is_longer_than_the_file(tmp_path):

@@ -43,7 +43,7 @@ _TYPES = {
 }
 # How files of other formats begin, and what to do with one.
 _SAVED = "a file of torch.save", "safetensors.torch.save_file(torch.load(path, weights_only=True), new_path)"
-_OTHERS = {b"PK\x03\x04": _SAVED, b"\x80\x02": _SAVED, b"GGUF": ("a GGUF file", "the checkpoint that it was made from")}
+_OTHERS = {b"PK\x03\x04": _SAVED, b"\x80\x02": _SAVED, b"GGUF": ("a GGUF file", "a name that ends in .gguf")}
 _Extent = Annotated[int, msgspec.Meta(ge=0, le=2**62)]
 
 

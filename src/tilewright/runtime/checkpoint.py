@@ -1,11 +1,11 @@
-"""A checkpoint's layers of a few bits, whoever wrote them: GPTQ, AWQ, compressed-tensors, fp8 and MX in safetensors files, and
-ONNX."""
+"""A checkpoint's layers of a few bits, whoever wrote them: GPTQ, AWQ, compressed-tensors, fp8, MX and torchao in safetensors
+files, GGUF, and ONNX."""
 
 from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import cast
@@ -19,7 +19,9 @@ from tilewright.ir.evaluate import evaluate_nodes
 from tilewright.ir.graph import Graph, Node
 from tilewright.ir.ops import Const, Dequantize
 from tilewright.ir.safetensors import TensorFile
+from tilewright.runtime.gguf import GgufFile
 from tilewright.runtime.quantized_weight import CODES, QuantizedWeight
+from tilewright.runtime.torchao_weights import DATA, from_torchao, quantizes_activations
 from tilewright.runtime.weight_formats import (
     from_awq,
     from_codes,
@@ -36,6 +38,8 @@ LABELS = {"gptq": 1, "gptq_v2": 2}  # of config.json's quantization_config.check
 _WORDS, _PACKED = ("qweight", "qzeros", "scales"), ("weight_packed", "weight_scale")
 _CODES = {torch.float8_e4m3fn: "fp8", torch.float8_e5m2: "fp8", torch.int8: "int8"}  # a layer's "weight", with scales beside it
 _SCALES = "weight_scale", "weight_scale_inv"
+_LOOKED_UP = "token_embd", "embed_tokens"  # matrices of GGUF files that no layer multiplies by
+_TORCHAO = "_weight_"  # begins the names of the parts of a tensor
 
 
 class Checkpoint:
@@ -47,24 +51,31 @@ class Checkpoint:
 
     layers: dict[str, str]
 
-    def __init__(self, files: list[TensorFile], config: Mapping[str, object]) -> None:
+    def __init__(self, files: Sequence[TensorFile | GgufFile], config: Mapping[str, object]) -> None:
         self._file = {name: file for file in files for name in file.names}
         self._config = config
         self.layers = dict(sorted(self._found()))
 
     def _found(self) -> Iterator[tuple[str, str]]:
-        for name in self._file:
+        for name, file in self._file.items():
             layer, _, last = name.rpartition(".")
+            if isinstance(file, GgufFile):
+                multiplies = last == "weight" and len(file.shape(name)) == 2 and not layer.endswith(_LOOKED_UP)
+                if multiplies and file.kind(name) is not None:
+                    yield layer, f"gguf {file.kind(name)}"
+                continue
+            if last == _TORCHAO + "qdata":
+                yield layer, "torchao"
             parts = next((p for p in (_PACKED, _WORDS) if last == p[0]), ())
             missing = [n for n in parts if f"{layer}.{n}" not in self._file]
-            of = _CODES.get(cast("torch.dtype", self._file[name].dtype(name))) if last == "weight" else None
+            of = _CODES.get(cast("torch.dtype", file.dtype(name))) if last == "weight" else None
             if missing:
                 yield layer, f"{last} without {missing[0]}"
             elif of is not None:
                 scaled = any(f"{layer}.{s}" in self._file for s in _SCALES)
                 yield layer, of if scaled else f"{last} without {_SCALES[0]}"
             elif last == _PACKED[0]:
-                halves = self._file[name].dtype(name) is torch.uint8
+                halves = file.dtype(name) is torch.uint8
                 yield layer, "fp4" if halves else "compressed-tensors"
             elif last == _WORDS[0]:
                 shape, scales = (self._file[f"{layer}.{n}"].shape(f"{layer}.{n}") for n in ("qweight", "scales"))
@@ -102,7 +113,7 @@ class Checkpoint:
         Raises:
             InputError: there is no such layer, or its tensors contradict each other.
             TypeMismatchError: extents or types do not fit together.
-            UnsupportedError: it has neither 4 nor 8 bits.
+            UnsupportedError: it has neither 4 nor 8 bits, or is of a kind that is not read.
         """
         if layer not in self.layers:
             raise InputError(f"the checkpoint has no quantised layer {layer!r}", hint=some(self.layers))
@@ -125,6 +136,12 @@ class Checkpoint:
     def _read(self, layer: str, part: Callable[[str], torch.Tensor | None]) -> QuantizedWeight:
         """A layer by its format, `part` giving its tensors by their last name."""
         kind = self.layers[layer]
+        file = self._file.get(f"{layer}.weight")
+        if isinstance(file, GgufFile):
+            return file.weight(f"{layer}.weight")
+        if kind == "torchao":
+            of, facts = self._torchao(layer)
+            return from_torchao(of, {n: t for n in DATA if (t := part(_TORCHAO + n)) is not None}, facts)
         if kind in _CODES.values():
             scale = part(_SCALES[0]) if f"{layer}.{_SCALES[0]}" in self._file else part(_SCALES[1])
             block = self._said("weight_block_size") or self._group(layer, "weights").get("block_structure")
@@ -159,6 +176,25 @@ class Checkpoint:
                 raise
             return from_gptq(qweight, qzeros, scales, g_idx, version=LABELS[label])
 
+    def _torchao(self, layer: str) -> tuple[str, Mapping[str, object]]:
+        """The class and the facts of a tensor of torchao's, as its file's header has them.
+
+        Raises:
+            InputError: the header says nothing of it.
+        """
+        file = self._file[f"{layer}.{_TORCHAO}qdata"]
+        text = file.metadata.get(f"{layer}.weight", "") if isinstance(file, TensorFile) else ""
+        try:
+            said = _table(msgspec.json.decode(text))
+        except msgspec.DecodeError as error:
+            raise InputError(f"a header that says nothing of torchao's tensor: {error}", hint=FETCH) from error
+        facts = dict(_table(said.get("_data")))
+        for name, value in facts.items():
+            inner = _table(value)
+            if inner.get("_type") == "torch.dtype":
+                facts[name] = inner.get("_data")
+        return str(said.get("_type")), facts
+
     def _said(self, key: str) -> object:
         """An entry of the configuration of quantised layers; None where there is none."""
         return self._config.get(key)
@@ -175,6 +211,8 @@ class Checkpoint:
     def quantizes_activations(self, layer: str) -> bool:
         """Tell whether the configuration quantises a layer's activations to 8 bits as they come, a scale a row (W8A8), and its
         weight has scales that such codes can be multiplied with."""
+        if self.layers.get(layer) == "torchao":
+            return quantizes_activations(self._torchao(layer)[1])
         if self.layers.get(layer) not in _CODES.values():
             return False
         said = self._group(layer, "input_activations")
@@ -183,13 +221,15 @@ class Checkpoint:
 
 
 def read_checkpoint(path: str | Path) -> Checkpoint:
-    """The checkpoint in a .safetensors file, in a folder of them, or behind the index of several.
+    """The checkpoint in a .safetensors file, in a folder of them, behind the index of several, or in a .gguf file.
 
     Raises:
         InputError: there is none, a file is broken, or the index names a file that is missing or outside its folder.
     """
-    check_type(path, (str, Path), "path", "a folder, a .safetensors file, or the index of several")
+    check_type(path, (str, Path), "path", "a folder, a .safetensors or .gguf file, or the index of several")
     path = Path(path)
+    if path.suffix == ".gguf":
+        return Checkpoint([GgufFile(path)], {})
     folder = path if path.is_dir() else path.parent
     index = folder / INDEX if path.is_dir() else path
     if index.suffix == ".json" and index.exists():
@@ -208,7 +248,10 @@ def read_checkpoint(path: str | Path) -> Checkpoint:
         paths = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
     if not paths:
         others = [p.name for p in sorted(path.iterdir()) if p.suffix in (".bin", ".pt", ".pth", ".ckpt", ".gguf")]
-        hint = f"{others[0]} is of another format: write its tensors with safetensors.torch.save_file" if others else FOLDER
+        written = (
+            "give its path" if others and others[0].endswith(".gguf") else "write its tensors with safetensors.torch.save_file"
+        )
+        hint = f"{others[0]} is of another format: {written}" if others else FOLDER
         raise InputError(f"no .safetensors file in {path}", hint=hint)
     return Checkpoint([TensorFile(p) for p in paths], _configuration(folder))
 
