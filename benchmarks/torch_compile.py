@@ -1,24 +1,32 @@
-"""A decoding step of a Llama of transformers through torch.compile: eager, Inductor, Tilewright.
+"""A Llama of transformers through torch.compile by eager, Inductor and Tilewright: decoding, generating, prompts of any length.
 
     python benchmarks/torch_compile.py [--layers 2] [--width 256] [--vocabulary 1000] [--batch 1 --batch 16] [--context 1024]
                                        [--scheme none --scheme w4g64] [--by eager --by inductor --by tilewright]
-                                       [--device cpu] [--rounds 30] [--generate 0] [--budget 20] [--json FILE]
+                                       [--device cpu] [--threads 1] [--rounds 30] [--generate 0] [--lengths 0] [--budget 20]
+                                       [--json FILE]
 
 Random weights, a static cache that is full up to `--context`, one new token a sequence. A step is a call of the model as
 `generate` makes it: Python of the model's own forward, guards and copies included; on a GPU steps follow each other without
-waiting, and their time is that of many divided by their number. `--generate N` also times `generate` of N tokens, end to end,
-Python of `generate` included. Results are compared with eager's first. Inductor runs with mode="reduce-overhead". Eight layers
-of Llama 3 8B's width on a GPU: --layers 8 --width 4096 --vocabulary 32000 --device cuda --dtype bf16.
+waiting, and their time is that of many divided by their number. Contenders are called in turns; a time is the median of rounds.
+Results are compared with eager's first. Inductor runs with mode="reduce-overhead".
+
+`--generate N` also times `generate` of N tokens, end to end, Python of `generate` included. `--lengths N` calls the model on a
+sequence of each of N lengths below `--context`, drawn by their logarithms, with `dynamic=True`: the seconds of the first two
+passes over all of them, compiling included, and the mean time of a call in later passes.
+
+Eight layers of Llama 3 8B's width on a GPU: --layers 8 --width 4096 --vocabulary 32000 --device cuda --dtype bf16.
 """
 
 from __future__ import annotations
 
 import copy
 import json
+import random
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -82,14 +90,14 @@ def stepping(model: Any, batch: int, context: int) -> Callable[[], torch.Tensor]
     return step
 
 
-def compiled_by(model: Any, by: str, budget_s: float) -> Any:
+def compiled_by(model: Any, by: str, budget_s: float, *, dynamic: bool = False) -> Any:
     """The model as a contender calls it."""
     if by == "eager":
         return model
     if by == "inductor":
-        return torch.compile(model, mode="reduce-overhead", dynamic=False)
+        return torch.compile(model, mode=None if dynamic else "reduce-overhead", dynamic=dynamic)
     options = {"budget_s": budget_s, "background": False}
-    return torch.compile(model, backend="tilewright", dynamic=False, options=options)
+    return torch.compile(model, backend="tilewright", dynamic=dynamic, options=options)
 
 
 def synchronize(device: str) -> None:
@@ -97,17 +105,52 @@ def synchronize(device: str) -> None:
         torch.cuda.synchronize()
 
 
-def timed_ms(step: Callable[[], object], device: str, rounds: int) -> float:
-    """The median over rounds of a step's time in milliseconds."""
-    times: list[float] = []
+def timed_ms(steps: Mapping[str, Callable[[], object]], device: str, rounds: int) -> dict[str, float]:
+    """The median over rounds of each step's time in milliseconds, by contender; they take turns."""
+    times: dict[str, list[float]] = {by: [] for by in steps}
     for _ in range(rounds):
-        synchronize(device)
-        began = time.perf_counter()
-        for _ in range(AT_ONCE):
-            step()
-        synchronize(device)
-        times.append((time.perf_counter() - began) / AT_ONCE * 1e3)
-    return statistics.median(times)
+        for by, step in steps.items():
+            synchronize(device)
+            began = time.perf_counter()
+            for _ in range(AT_ONCE):
+                step()
+            synchronize(device)
+            times[by].append((time.perf_counter() - began) / AT_ONCE * 1e3)
+    return {by: statistics.median(found) for by, found in times.items()}
+
+
+def any_length(
+    model: Any, contenders: Sequence[str], count: int, context: int, budget_s: float, rounds: int
+) -> dict[str, dict[str, float]]:
+    """By contender: seconds of the first pass over prompts of `count` lengths, of the second, milliseconds of a later call, and
+    the largest error of a logit over the largest."""
+    draw, device = random.Random(0), model.device
+    lengths = [min(round(2 * (context / 2) ** draw.random()), context - 1) for _ in range(count)]
+    prompts = [torch.randint(3, model.config.vocab_size, (1, n), device=device) for n in lengths]
+    torch._dynamo.reset()
+    found: dict[str, dict[str, float]] = {}
+    wanted = [model(p, use_cache=False).logits.float() for p in prompts]
+    calls = {by: compiled_by(model, by, budget_s, dynamic=True) for by in contenders}
+    for by, call in calls.items():
+        passes, error = list[float](), 0.0
+        for _ in range(2):
+            began = time.perf_counter()
+            for p, w in zip(prompts, wanted, strict=True):
+                error = max(error, float((call(p, use_cache=False).logits.float() - w).abs().max() / w.abs().max()))
+            synchronize(str(device))
+            passes.append(time.perf_counter() - began)
+        found[by] = {"first_s": passes[0], "second_s": passes[1], "error": error}
+    times: dict[str, list[float]] = {by: [] for by in calls}
+    for _ in range(rounds):
+        for by, call in calls.items():
+            began = time.perf_counter()
+            for p in prompts:
+                call(p, use_cache=False)
+            synchronize(str(device))
+            times[by].append((time.perf_counter() - began) / count * 1e3)
+    for by, measured in times.items():
+        found[by]["call_ms"] = statistics.median(measured)
+    return found
 
 
 def generated_ms(model: Any, by: str, batch: int, tokens: int, budget_s: float) -> tuple[float, torch.Tensor]:
@@ -143,8 +186,10 @@ def generated_ms(model: Any, by: str, batch: int, tokens: int, budget_s: float) 
 @click.option("--by", "contenders", type=click.Choice(BY), multiple=True, default=BY)
 @click.option("--dtype", type=click.Choice([*DTYPES]), default="f32")
 @click.option("--device", default="cpu")
+@click.option("--threads", type=POSITIVE, default=1)
 @click.option("--rounds", type=POSITIVE, default=30)
 @click.option("--generate", "tokens", type=COUNT, default=0, help="tokens; 0: none")
+@click.option("--lengths", type=COUNT, default=0, help="of prompts; 0: none")
 @click.option("--budget", "budget_s", type=float, default=20.0, help="seconds of search for each program")
 @click.option("--json", "path", type=click.Path(path_type=Path))
 def main(
@@ -157,61 +202,94 @@ def main(
     contenders: tuple[str, ...],
     dtype: str,
     device: str,
+    threads: int,
     rounds: int,
     tokens: int,
+    lengths: int,
     budget_s: float,
     path: Path | None,
 ) -> None:
+    """Print and keep the times of each contender."""
     tilewright.dynamo.register()
+    torch.set_num_threads(threads)
     torch.manual_seed(0)
     made = model_of(layers, width, vocabulary, context, DTYPES[dtype], device)
-    out, table = (
-        Console(),
-        Table("weights", "batch", "by", "first call s", "step ms", "generate ms a token", "of eager's logits"),
-    )
     rows: list[dict[str, object]] = []
+    steps = Table("weights", "batch", "by", "first calls s", "step ms", "generate ms a token", "error / largest logit")
+    prompts = Table("weights", "by", "first pass s", "second pass s", "call ms", "error / largest logit")
     for scheme in schemes:
         model = made
         if scheme != "none":
             model = copy.deepcopy(made)
             tilewright.quantize_(model, scheme)
-        for batch in batches:
-            step = stepping(model, batch, context)
-            tokens_of_eager: torch.Tensor | None = None
-            with torch.no_grad():
-                wanted = step().float()
-                for by in contenders:
-                    torch._dynamo.reset()
-                    contender = compiled_by(model, by, budget_s)
-                    began = time.perf_counter()
-                    for _ in range(4):  # CUDA graphs are captured at the second call, or the third
-                        got = step(contender).float().clone()
-                    synchronize(device)
-                    first_s = time.perf_counter() - began
-                    error = float((got - wanted).abs().max() / wanted.abs().max())
-                    ms = timed_ms(lambda step=step, contender=contender: step(contender), device, rounds)
-                    per_token, same = None, None
-                    if tokens:
-                        torch._dynamo.reset()
-                        model.__dict__.pop("_compiled_call", None)
-                        per_token, found = generated_ms(model, by, batch, tokens, budget_s)
-                        tokens_of_eager = found if by == "eager" else tokens_of_eager
-                        same = None if tokens_of_eager is None else bool(torch.equal(found, tokens_of_eager))
-                    row = {"weights": scheme, "batch": batch, "by": by, "first_s": first_s, "step_ms": ms, "error": error}
-                    rows.append({**row, "generate_ms": per_token, "same_tokens": same})
-                    shown = "" if per_token is None else f"{per_token:.3f}{'' if same else ' (other tokens)'}"
-                    table.add_row(scheme, str(batch), by, f"{first_s:.1f}", f"{ms:.3f}", shown, f"{error:.1e}")
-                    print(json.dumps(rows[-1]), flush=True)
-                    if error > LIMITS[dtype]:
-                        out.print(f"{by} is wrong: {error:.2g} of the largest logit")
-                        sys.exit(1)
-                    if by == "tilewright":
-                        for graph in tilewright.dynamo.graphs():
-                            said = [(len(p.steps), p.launched) for p in graph.programs]
-                            out.print(f"graph {graph.number}, {graph.name}: {graph.why or said}")
-    out.print(table)
+        with torch.no_grad():
+            for batch in batches:
+                for row in decoding(model, batch, context, contenders, device, rounds, tokens, budget_s):
+                    rows.append({"weights": scheme, **row})
+                    told = "" if row["generate_ms"] is None else f"{row['generate_ms']:.3f}"
+                    told += " (other tokens)" if row["same_tokens"] is False else ""
+                    numbers = f"{row['first_s']:.1f}", f"{row['step_ms']:.3f}", told, f"{row['error']:.1e}"
+                    steps.add_row(scheme, str(batch), str(row["by"]), *numbers)
+                    seen(rows[-1], LIMITS[dtype])
+            if lengths:
+                for by, row in any_length(model, contenders, lengths, context, budget_s, rounds).items():
+                    rows.append({"weights": scheme, "by": by, "lengths": lengths, **row})
+                    numbers = f"{row['first_s']:.1f}", f"{row['second_s']:.1f}", f"{row['call_ms']:.3f}", f"{row['error']:.1e}"
+                    prompts.add_row(scheme, by, *numbers)
+                    seen(rows[-1], LIMITS[dtype])
+    out = Console(width=120)
+    out.print(steps)
+    if lengths:
+        out.print(prompts)
+    for graph in tilewright.dynamo.graphs():
+        said = graph.why or f"read {graph.compiled} times, {len(graph.programs)} programs {graph.concrete or ''}"
+        out.print(f"graph {graph.number}, {graph.name}: {said}")
     if path is not None:
         path.write_text(json.dumps(rows, indent=1))
+
+
+def decoding(
+    model: Any,
+    batch: int,
+    context: int,
+    contenders: Sequence[str],
+    device: str,
+    rounds: int,
+    tokens: int,
+    budget_s: float,
+) -> list[dict[str, Any]]:
+    """A row for each contender: its first calls, a step, `generate`, and its error."""
+    torch._dynamo.reset()
+    step = stepping(model, batch, context)
+    wanted = step().float().clone()
+    calls: dict[str, Callable[[], object]] = {}
+    found: dict[str, dict[str, Any]] = {}
+    for by in contenders:
+        calls[by] = partial(step, compiled_by(model, by, budget_s))
+        began, got = time.perf_counter(), wanted
+        for _ in range(4):  # CUDA graphs are captured at the second call, or the third
+            got = calls[by]().float().clone()
+        synchronize(device)
+        error = float((got - wanted).abs().max() / wanted.abs().max())
+        found[by] = {"batch": batch, "by": by, "first_s": time.perf_counter() - began, "error": error}
+    for by, ms in timed_ms(calls, device, rounds).items():
+        found[by] |= {"step_ms": ms, "generate_ms": None, "same_tokens": None}
+    of_eager: torch.Tensor | None = None
+    for by in contenders if tokens else ():
+        torch._dynamo.reset()
+        model.__dict__.pop("_compiled_call", None)
+        found[by]["generate_ms"], generated = generated_ms(model, by, batch, tokens, budget_s)
+        of_eager = generated if by == "eager" else of_eager
+        found[by]["same_tokens"] = None if of_eager is None else bool(torch.equal(generated, of_eager))
+    return [*found.values()]
+
+
+def seen(row: Mapping[str, Any], limit: float) -> None:
+    """Print a row; end the program where results are wrong."""
+    print(json.dumps(row), flush=True)
+    if row["error"] > limit:
+        print(f"{row['by']} is wrong: {row['error']:.2g} of the largest logit")
+        sys.exit(1)
 
 
 if __name__ == "__main__":
