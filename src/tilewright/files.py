@@ -9,12 +9,14 @@ import shutil
 import stat
 import sys
 import tempfile
+import time
 from collections.abc import Generator
 from pathlib import Path
 
 from tilewright.errors import InputError
 
 NAMED_BYTES = 100  # of a file's name that its draft's name starts with: names end at 255
+ASKS_S = 0.05  # between two looks at a lock that another process holds
 
 
 @contextlib.contextmanager
@@ -117,6 +119,23 @@ def lock(descriptor: int) -> bool:
     except (BlockingIOError, PermissionError):  # as Windows says it
         return False
     return True
+
+
+@contextlib.contextmanager
+def alone(path: Path, wait_s: float) -> Generator[bool]:
+    """Hold a file's lock; the file is made where it is not there. False if another process had it for all of `wait_s`.
+
+    Raises:
+        OSError: it cannot be opened, somebody else could have written it, or the file system has no locks.
+    """
+    descriptor = open_own(path, os.O_RDWR | os.O_CREAT)
+    try:
+        ends = time.monotonic() + wait_s
+        while not (held := lock(descriptor)) and time.monotonic() < ends:
+            time.sleep(ASKS_S)
+        yield held
+    finally:
+        os.close(descriptor)
 
 
 def _seen(path: Path) -> os.stat_result | None:

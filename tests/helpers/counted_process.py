@@ -1,10 +1,15 @@
 """One process of several that share a cache: `counted_process.py linear|tuned|program|rows ROWS…` compiles, calls, and prints
-as JSON how often it compiled machine code, verified, timed and searched, and what it found."""
+as JSON how often it compiled machine code, verified, timed and searched, and what it found. `counted_process.py explain FILE…`
+is the command line's verb; programs are kept however small, and what the machine reaches is said, not measured. How often
+either is done is counted, too."""
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import sys
+import time
 from collections import Counter
 
 import torch
@@ -12,8 +17,11 @@ import torch
 import tilewright
 from tilewright import m_dispatch
 from tilewright.candidates.llvm.runtime import engine
+from tilewright.cli import main
 from tilewright.frontends import LoadOptions
+from tilewright.hardware import ceilings
 from tilewright.linear import kernels
+from tilewright.runtime import programs
 from tilewright.schedule import bench, budget, search, tuning_database
 
 torch.set_num_threads(1)
@@ -35,6 +43,7 @@ counting(bench, "examine", "verified")
 counting(bench, "expect", "expected")
 counting(bench, "time_interleaved", "timed")
 counting(search._Search, "run", "searched")
+counting(programs, "keep", "kept")
 tuning_database.TuningDatabase._quiet = lambda self: False  # what was measured beside other tests is not measured again
 for module in (budget, m_dispatch, tuning_database):
     assert module.search is search.search
@@ -82,5 +91,18 @@ def any_rows(rows: list[int]) -> object:
     return [(b.first, b.last, b.family.name, b.at_last.time_us) for b in made.table.buckets], made.table.measured
 
 
-found = {"linear": linear, "tuned": tuned, "program": program, "rows": any_rows}[sys.argv[1]](list(map(int, sys.argv[2:])))
+def explain(words: list[str]) -> object:
+    programs.LEAST_BYTES = 0
+    ceilings._measure = lambda target, key: time.sleep(0.3) or ceilings.Record(key, {"f32": 100.0}, 10.0, 8.0)
+    counting(ceilings, "_measure", "measured")
+    sys.argv = ["tilewright", "explain", *words, "--json"]
+    with contextlib.redirect_stdout(io.StringIO()) as said, contextlib.suppress(SystemExit):
+        main()
+    return [(p["chosen"]["candidate"], p["chosen"]["schedule"]) for p in json.loads(said.getvalue())["products"]]
+
+
+if sys.argv[1] == "explain":
+    found = explain(sys.argv[2:])
+else:
+    found = {"linear": linear, "tuned": tuned, "program": program, "rows": any_rows}[sys.argv[1]](list(map(int, sys.argv[2:])))
 sys.stdout.write(json.dumps({"done": done, "found": found}))

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from collections import Counter
 from dataclasses import replace
 
 import msgspec
@@ -61,6 +62,27 @@ def test_three_processes_that_start_at_once_work_out_each_problem_once(tmp_path)
     later = ended(started(tmp_path, "linear", *rows, recheck="1"))  # the sample is all of them
     assert later["done"]["verified"] == len(rows) and not later["done"].get("compiled")
     assert later["found"] == together[0]["found"]
+
+
+def test_three_commands_that_start_at_once_compile_a_file_once_between_them(tmp_path):
+    file, columns = tmp_path / "products.hlo", (16, 24, 40)
+    lines = ["HloModule m", "ENTRY e {", "x = f32[4,32] parameter(0)"]
+    for i, n in enumerate(columns):
+        lines += [f"w{i} = f32[32,{n}] parameter({i + 1})"]
+        lines += [f"d{i} = f32[4,{n}] dot(x, w{i}), lhs_contracting_dims={{1}}, rhs_contracting_dims={{0}}"]
+    made = ", ".join(f"d{i}" for i in range(len(columns)))
+    lines += [f"ROOT t = ({', '.join(f'f32[4,{n}]' for n in columns)}) tuple({made})", "}"]
+    file.write_text("\n".join(lines))
+    words = tmp_path / "cache", "explain", file, "--budget", "0"
+    together = [ended(p) for p in [started(*words) for _ in range(3)]]
+    total = Counter[str]()
+    for each in together:
+        total.update(each["done"])
+    assert total["searched"] == len(columns) and (total["measured"], total["kept"]) == (1, 1), together
+    assert total["verified"] >= len(columns) == len(together[0]["found"])
+    assert all(t["found"] == together[0]["found"] for t in together)
+    later = ended(started(*words))
+    assert later["found"] == together[0]["found"] and not later["done"], "read back whole"
 
 
 def test_a_table_needs_as_much_time_and_all_of_its_candidates(tmp_path, monkeypatch):

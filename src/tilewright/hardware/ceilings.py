@@ -23,7 +23,7 @@ import torch
 
 from tilewright import threads
 from tilewright.discovery import modules
-from tilewright.files import foreign, open_own
+from tilewright.files import alone, foreign, open_own
 from tilewright.hardware.load import Meter, Threads, load_now
 from tilewright.hardware.target import Target
 
@@ -31,6 +31,7 @@ ROUNDS = 7
 LONGEST_S = 1.0  # after which no further round begins: a type that the processor has no unit for takes seconds a product
 LEEWAY = 1.05  # what a kernel's time may err by
 MEASURED_S = 3.0  # about what measuring them takes
+WAIT_S = 20.0  # for another process that measures them
 VERSION = 5  # of how ceilings are measured
 
 
@@ -87,16 +88,21 @@ def with_ceilings(target: Target, *, remeasure: bool = False) -> Target:
     """The target with its measured rates: read back if this machine and torch measured them before, else measured now.
 
     Those measured while other processes kept the machine busy are provisional: they are measured again when it is quiet, and
-    each is then the most of both. A folder that cannot be written costs the memory of it, not the measurement.
+    each is then the most of both. A folder that cannot be written costs the memory of it, not the measurement. Of processes
+    that start at once one measures, and the others wait.
     """
     key = _key(target)
     record = None if remeasure else _load(key, target.kind)
-    if record is None:
-        record = _measure(target, key)
-        _save(record, target.kind)
-    elif record.noise and not load_now(target.device, threads.count()).noise:
-        record = _most(record, _measure(target, key))
-        _save(record, target.kind)
+    if record is None or (record.noise and not load_now(target.device, threads.count()).noise):
+        with contextlib.ExitStack() as waiting:
+            with contextlib.suppress(OSError):
+                waiting.enter_context(alone(cache_folder() / f"ceilings-{target.kind}.lock", WAIT_S))
+            there = None if remeasure else _load(key, target.kind)
+            if there is not None and there != record:  # another process measured them meanwhile
+                return _with(target, there)
+            measured = _measure(target, key)
+            record = measured if record is None else _most(record, measured)
+            _save(record, target.kind)
     return _with(target, record)
 
 

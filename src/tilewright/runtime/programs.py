@@ -28,7 +28,7 @@ import torch
 
 from tilewright.digests import LIMIT, Sighting, limit_bytes, sighted
 from tilewright.errors import LOGGER, InputError, TilewrightError
-from tilewright.files import foreign, lock, open_own
+from tilewright.files import alone, foreign
 from tilewright.frontends import LoadOptions, files_beside, load
 from tilewright.hardware.ceilings import cache_folder
 from tilewright.hardware.target import Target
@@ -237,8 +237,8 @@ class Place(Generic[E]):
         kept = Kept(request, "", files, budget_s, cold, problems, database.standing(problems))
         try:
             path = self._path(request)
-            with _alone(path.parent) as alone:
-                if alone and not self._there(path, kept) and shutil.disk_usage(path.parent).free > FREE * size:
+            with alone(path.parent / "lock", WAIT_S) as held:
+                if held and not self._there(path, kept) and shutil.disk_usage(path.parent).free > FREE * size:
                     keep(program, read, kept, path)
                     _forget_oldest(path, most)
         except (TilewrightError, OSError) as error:
@@ -315,19 +315,6 @@ def _as_read(files: Sequence[tuple[str, str, str]]) -> bool:
         s is not None and os.path.realpath(name) == end and s.digest() == digest
         for s, (name, end, digest) in zip(found, files, strict=True)
     )
-
-
-@contextlib.contextmanager
-def _alone(where: Path) -> Generator[bool]:
-    """Hold what no other process that writes programs may hold; False if another one had it all the time."""
-    descriptor = open_own(where / "lock", os.O_RDWR | os.O_CREAT)
-    try:
-        ends = time.monotonic() + WAIT_S
-        while not (held := lock(descriptor)) and time.monotonic() < ends:
-            time.sleep(0.05)
-        yield held
-    finally:
-        os.close(descriptor)
 
 
 def _forget_oldest(last: Path, most: int) -> None:
