@@ -113,6 +113,19 @@ def test_a_transformer_at_many_shapes(tmp_path):
     assert ours.program.compiled == 1
 
 
+def test_a_transformer_at_many_shapes_from_several_threads(tmp_path):
+    path = exported(tmp_path, "bert-any", dynamo=False, opset=17, dynamic=True)
+    ours = InferenceSession(path, budget_s=1, cache=False)  # measured where no dim says how far it goes, but the model does
+    theirs = onnxruntime.InferenceSession(path)
+    shapes = [(b, n) for b in (1, 2, 3) for n in (5, 8, 16, 31)] * 3
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(lambda s: ours.run(None, feeds(*s))[0], shapes))
+    for shape, y in zip(shapes, found, strict=True):
+        wanted = theirs.run(None, feeds(*shape))[0]
+        np.testing.assert_allclose(y, wanted, rtol=2e-4, atol=2e-4 * np.abs(wanted).max())
+    assert ours.program.compiled == 1
+
+
 def test_numbers_and_lists_become_arrays_of_the_inputs_type():
     m = model([helper.make_node("Mul", ["x", "s"], ["y"])], [value("x", 1, (2, 2)), value("s", 1, ())], {"y": 1})
     ours = InferenceSession(m, budget_s=0)

@@ -22,9 +22,9 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
-from tilewright.errors import InputError, TypeMismatchError, UnsupportedError, counted
+from tilewright.errors import LOGGER, InputError, TypeMismatchError, UnsupportedError, counted
 from tilewright.hardware.target import Target
-from tilewright.ir.dims import Dim, Scope
+from tilewright.ir.dims import MOST, Dim, Scope
 from tilewright.ir.graph import Graph, Node, label_of
 from tilewright.ir.instance import dims_of, instance_of, nodes_at, values_for
 from tilewright.ir.pattern import Trace
@@ -178,7 +178,13 @@ class AnyShape:
                 left_s = ends - time.monotonic()
                 if left_s < LEAST_PART * budget_s:
                     break
-                self._measure(first.scope.within(part), left_s / (2 if part == ANCHORS[0] else 1))
+                values = first.scope.within(part)
+                try:
+                    self._measure(values, left_s / (2 if part == ANCHORS[0] else 1))
+                except (InputError, UnsupportedError) as error:  # beyond what the model can do, which its dims do not say
+                    if all(d.high < MOST for d in self.dims.values()):
+                        raise
+                    LOGGER.info("not measured at %s: %s", values, error.what)
 
     def __repr__(self) -> str:
         """One line: the dims, where, and how many instances there are."""

@@ -220,3 +220,5 @@ def test_shapes_to_measure_lie_within_the_ranges():
     assert scope.within(0.5) == {"a": 8, "b": 64}
     assert scope.within(0.0) == {"a": 1, "b": 8}
     assert scope.within(1.0) == {"a": 64, "b": 512}
+    unbounded = Scope({"a": Dim("a", 1), "b": Dim("b", 300)})
+    assert unbounded.within(0.5) == {"a": 16, "b": 300}

@@ -24,6 +24,7 @@ from tilewright.dtype import BY_NAME
 from tilewright.errors import InputError, check_type
 
 MOST = 1 << 20  # the upper bound of a dim that nobody gave one
+USUAL = 256  # the same, where shapes are chosen to measure at
 _WORDS = ("true", "false", "none", "nan", "inf", "div")  # of the graph's text
 _FIRST_HINT = 29  # smaller numbers are ranks, heads and other constants of programs
 
@@ -246,11 +247,12 @@ class Scope:
         return f"for {ranges}" + (f", where {guards}" if guards else "")
 
     def within(self, part: float) -> dict[str, int]:
-        """A value in each dim's range: at so much of its logarithm, from 0 to 1."""
+        """A value in each dim's range (the usual one, if it has no upper bound): at so much of its logarithm, from 0 to 1."""
         found: dict[str, int] = {}
         for name, dim in self.dims.items():
             by = dim.multiple_of
-            value = round(max(dim.low, 1) ** (1 - part) * max(dim.high, 1) ** part / by) * by
+            high = dim.high if dim.high < MOST else max(dim.low, USUAL)
+            value = round(max(dim.low, 1) ** (1 - part) * max(high, 1) ** part / by) * by
             found[name] = min(max(value, -(-dim.low // by) * by), dim.high // by * by)
         return found
 

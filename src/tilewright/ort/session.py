@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from os import PathLike
 from pathlib import Path
@@ -70,11 +70,18 @@ class ModelMetadata:
 
 @dataclass(frozen=True)
 class _Ready:
-    """A program, with what a call asks of it: its inputs by name, those that are arrays checked, and results' element types."""
+    """A program, with what a call asks of it.
+
+    Attributes:
+        inputs: by name; None for those that are no arrays.
+        dtypes: element types of results.
+        converted: the same, but None where a tensor's own memory is the array.
+    """
 
     program: Program
     inputs: list[tuple[str, Wanted | None]]
     dtypes: list[DType]
+    converted: list[DType | None]
 
     @staticmethod
     def of(program: Program) -> _Ready:
@@ -83,7 +90,10 @@ class _Ready:
             name = cast("Any", node.op).label
             opaque = node.dtype is OPAQUE
             inputs.append((name, None if opaque else Wanted(name, node.tensor, program.target.device)))
-        return _Ready(program, inputs, [n.dtype for n in program.graph.outputs])
+        dtypes = [n.dtype for n in program.graph.outputs]
+        known = program.target.device == "cpu"
+        converted = [None if known and d is not OPAQUE and d.to_numpy().isbuiltin == 1 else d for d in dtypes]
+        return _Ready(program, inputs, dtypes, converted)
 
 
 class InferenceSession:
@@ -184,13 +194,18 @@ class InferenceSession:
         Raises:
             InputError: an input is missing, unknown, or of another type or shape; no result has that name.
         """
+        begun = perf_counter_ns() if self._profile is not None else 0
+        ready, picked, results = self._called(output_names, input_feed)
+        found: list[Any] = []
+        for k in picked:
+            value, dtype = results[k], ready.converted[k]
+            if dtype is None:
+                found.append(cast("torch.Tensor", value).numpy())
+            else:
+                found.append(to_numpy(value, dtype) if isinstance(value, torch.Tensor) else _shown(value))
         if self._profile is not None:
-            begun = perf_counter_ns()
-            found = self.values(output_names, input_feed)
             self._profile.note("model_run", begun)
-        else:
-            found = self.values(output_names, input_feed)
-        return [to_numpy(v, dtype) if isinstance(v, torch.Tensor) else _shown(v) for v, dtype in found]
+        return found
 
     def run_with_ort_values(
         self, output_names: Sequence[str] | None, input_dict_ort_values: Mapping[str, Any], run_options: Any = None
@@ -229,18 +244,25 @@ class InferenceSession:
 
     def values(self, output_names: Sequence[str] | None, feed: Mapping[str, object]) -> list[tuple[object, DType]]:
         """The results as tensors on the session's device (or what is none), with their element types."""
+        ready, picked, results = self._called(output_names, feed)
+        return [(results[k], ready.dtypes[k]) for k in picked]
+
+    def _called(
+        self, output_names: Sequence[str] | None, feed: Mapping[str, object]
+    ) -> tuple[_Ready, Collection[int], Sequence[object]]:
+        """The results of a call, the places among them of those that are wanted, and what they are."""
         places = self._places
         try:
             picked = [places[name] for name in output_names] if output_names else places.values()
         except KeyError as error:
-            raise InputError(
-                f"no output is called {error.args[0]!r}", where="output_names", hint=f"one of {', '.join(places)}"
-            ) from None
-        overridden = frozenset(o.name for o in self._overridable if o.name in feed) if self._overridable else None
-        if overridden:
-            return self._without(overridden).values(output_names, feed)
+            what = f"no output is called {error.args[0]!r}"
+            raise InputError(what, where="output_names", hint=f"one of {', '.join(places)}") from None
+        if self._overridable:
+            fed = frozenset(o.name for o in self._overridable if o.name in feed)
+            if fed:
+                return self._without(fed)._called(output_names, feed)
         given = self._checked(feed)
-        key = tuple([tuple(getattr(v, "shape", ())) for v in given.values()])
+        key = tuple([getattr(v, "shape", ()) for v in given.values()])
         ready = self._ready.get(key)
         if ready is None:
             ready = _Ready.of(self._program_for(given))
@@ -250,8 +272,7 @@ class InferenceSession:
         values: list[Any] = [given[name] if wanted is None else wanted.take(given[name]) for name, wanted in ready.inputs]
         borrowed = [address(v) for v in values if isinstance(v, torch.Tensor)]
         program = ready.program
-        results = separate(program.run(values), borrowed, program.constant_memory)
-        return [(results[k], ready.dtypes[k]) for k in picked]
+        return ready, picked, separate(program.run(values), borrowed, program.constant_memory)
 
     def wait(self) -> None:
         """Wait until the device is done."""
@@ -340,7 +361,7 @@ class InferenceSession:
                 missing = [i.name for i in self._inputs if i.name not in feed and not i.type.startswith("optional")]
                 what = f"Required inputs ({missing}) are missing from input feed ({list(feed)})"
                 raise SessionError(what, where="input_feed", hint=f"{i.name!r} is {i.type} of shape {i.shape}")
-        if len(feed) > len(given) or any(name not in given for name in feed):
+        if len(feed) > len(given) or not feed.keys() <= given.keys():
             wrong = next(name for name in feed if name not in given)
             hint = f"the inputs are {', '.join(given) or 'none'}"
             raise SessionError(f"input {wrong!r} is unknown", where="input_feed", hint=hint)
