@@ -7,7 +7,7 @@ matrices SMMLA, UMMLA, USMMLA, BFMMLA).
 
 import re
 
-from tilewright.candidates.llvm.expressions.text import Function, Module, vec
+from tilewright.candidates.llvm.expressions.text import Function, Module, Source, vec
 
 THREADS = 64  # that ever call a kernel in this process
 ROWS, ROW = 16, 64  # of a tile
@@ -59,16 +59,16 @@ define bfloat @__truncsfbf2(float %x) {
 """
 
 
-def emulated(module: Module, cpu: str, features: str) -> str:
-    """The module's text, foreign instructions replaced by functions."""
-    text = module.text(cpu, features)
+def emulated(module: Module, cpu: str, features: str) -> Source:
+    """The module's source, foreign instructions replaced by functions."""
+    text, given = module.source(cpu, features)
     made = Module()
     for name in sorted(set(re.findall(r"@llvm\.((?:x86\.(?:ldtile|tile|tdp)|aarch64\.neon\.)[\w.]*)\(", text))):
         define(made, name)
         text = re.sub(rf"^declare [^\n]*@llvm\.{re.escape(name)}\([^\n]*\n", "", text, flags=re.M)
         text = re.sub(rf"(call [^\n]*)@llvm\.({re.escape(name)})\(([^\n]*)\)", as_call, text)
     kept = [d for n, d in made.declarations.items() if f"@{n}(" not in text.split("define", 1)[0]]
-    return "\n".join([*kept, NUMBER, *made.functions, TO_BF16, text])
+    return Source("\n".join([*kept, NUMBER, *made.functions, TO_BF16, text]), given)
 
 
 def as_call(found: re.Match[str]) -> str:

@@ -172,7 +172,8 @@ def sizes(nest: Nest, threads: int) -> list[int]:
         sources(access)
     for i, store in enumerate(nest.stores):
         found[nest.sources + i] = store.root.tensor.elements * size_bytes(store.root.dtype)
-    found[-2:] = nest.scratch(threads), nest.packed_rhs_bytes if nest.constant else 0
+    given = 8 * len(GemmWriter(nest).write().given)
+    found[nest.given_at :] = given, nest.scratch(threads), nest.packed_rhs_bytes if nest.constant else 0
     return found
 
 
@@ -213,7 +214,7 @@ class Program:
         struct.pack_into(f"<{len(given)}Q", image, 0, *[p and ARENA + p for p in places], threads, pack)
         after = run([*self._emulator, str(self._file)], self._file.parent, bytes(image))
         assert len(after) == len(image)
-        writes = range(self._nest.sources, self._nest.pointers)
+        writes = {*range(self._nest.sources, self._nest.pointers)} - {self._nest.given_at}
         end = 0
         for i, (address, size, place) in enumerate(zip(pointers, sizes(self._nest, threads), places, strict=True)):
             if address:

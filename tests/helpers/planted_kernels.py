@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from tilewright.candidates.llvm.gemm.candidate import CANDIDATE, module_text
+from tilewright.candidates.llvm.gemm.candidate import CANDIDATE, source_of
 from tilewright.candidates.llvm.runtime import engine
 from tilewright.hardware.target import Target
 from tilewright.schedule.candidate import Kernel, Schedule, plan_for
@@ -88,8 +88,9 @@ class Broken:
 
     def build(self, schedule):
         nest = self.sound.nest_of(schedule)
-        text = MISTAKES[self.name](module_text(nest), self.sound.problem.N)
-        return replace(self.sound.kernel_of(nest, schedule, text), candidate=self.name)
+        source = source_of(nest)
+        wrong = source._replace(text=MISTAKES[self.name](source.text, self.sound.problem.N))
+        return replace(self.sound.kernel_of(nest, schedule, wrong), candidate=self.name)
 
 
 STRIDED = """

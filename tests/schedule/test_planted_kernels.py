@@ -109,11 +109,11 @@ def refusals(decision):
 def test_a_mistake_is_one_small_change():
     """The texts differ where they should: a pattern that no longer fits the generator fails here, not silently."""
     problem = problem_of(parse("f32[512,1100] @ f32[1100,145]").outputs[0])
-    from tilewright.candidates.llvm.gemm.candidate import module_text
+    from tilewright.candidates.llvm.gemm.candidate import source_of
 
     plan = Broken("sound", problem, CPU)
     (schedule,) = plan.schedules()
-    text = module_text(plan.sound.nest_of(schedule))
+    text = source_of(plan.sound.nest_of(schedule)).text
     for name, mistake in MISTAKES.items():
         lines, before = mistake(text, problem.N).splitlines(), text.splitlines()
         assert (len({*lines} ^ {*before}) == 0) == (name == "sound"), name

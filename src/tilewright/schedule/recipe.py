@@ -28,7 +28,7 @@ class Called(msgspec.Struct, frozen=True, tag="called", forbid_unknown_fields=Tr
         pointers, read, first, alone, each, one: as in `calls.Call`.
         results: types of what it gives.
         packed, packed_bytes: name and size of the packed right operand, "" and 0 for none.
-        extents: values of the extents that its code leaves open.
+        given: extents that its code leaves open, and the problem's numbers.
     """
 
     code: str
@@ -41,7 +41,7 @@ class Called(msgspec.Struct, frozen=True, tag="called", forbid_unknown_fields=Tr
     one: bool
     packed: str
     packed_bytes: int
-    extents: tuple[int, ...] = ()
+    given: tuple[int, ...] = ()
 
 
 class Prepared(msgspec.Struct, frozen=True, tag="prepared", forbid_unknown_fields=True):

@@ -26,7 +26,7 @@ from other_machine import Program, missing
 from paths import SEARCHED
 
 from tests.candidates.llvm.test_targets import AS_LLVM_SAYS
-from tilewright.candidates.llvm.expressions.text import Module
+from tilewright.candidates.llvm.expressions.text import Module, Source
 from tilewright.candidates.llvm.gemm import candidate as llvm
 from tilewright.candidates.llvm.gemm.kernel import GemmWriter
 from tilewright.candidates.llvm.runtime import calls as _call
@@ -164,13 +164,13 @@ def child(start: int, count: int, chip: str, threads: list[tuple[int, ...]], oth
         target = replace(CPU, chip=next(c for c in chips() if c.name == chip))
     if other_machine:
         folder = Path(tempfile.mkdtemp())
-        llvm.module_text = lambda nest: nest
+        llvm.source_of = lambda nest: Source(nest, GemmWriter(nest).write().source("", "").given)
         function = lambda nest: Program(nest, *AS_LLVM_SAYS[chip], folder)  # noqa: E731
         llvm.engine = SimpleNamespace(require=require, function=function)
     elif chip:
-        as_text = emulated if chip in FOREIGN else Module.text
+        source = emulated if chip in FOREIGN else Module.source
         processor = host() if chip in FOREIGN else (OLDER[chip], "")
-        llvm.module_text = lambda nest: as_text(GemmWriter(nest).write(), *processor)
+        llvm.source_of = lambda nest: source(GemmWriter(nest).write(), *processor)
 
     @seed(start)
     @settings(

@@ -97,7 +97,7 @@ def child(kind, start, count, chip, threads):
         target = replace(CPU, chip=next(c for c in chips() if c.name == chip))
         writer = GemmWriter if module is gemm else attention.AttentionWriter
         processor = (OLDER[chip], "") if chip in OLDER else host()
-        module.module_text = lambda nest: writer(nest).write().text(*processor)
+        module.source_of = lambda nest: writer(nest).write().source(*processor)
 
     @seed(start)
     @settings(

@@ -44,7 +44,7 @@ def target(request, monkeypatch):
     monkeypatch.setattr(_run, "ONE_THREAD_OPS", -1)
     how, which = request.param.split()
     if how == "emulated":
-        monkeypatch.setattr(gemm, "module_text", lambda nest: emulated(GemmWriter(nest).write(), *host()))
+        monkeypatch.setattr(gemm, "source_of", lambda nest: emulated(GemmWriter(nest).write(), *host()))
     before = torch.get_num_threads()
     yield replace(cpu(), chip=AMX if which == "AMX" else I8MM)
     torch.set_num_threads(before)

@@ -192,7 +192,9 @@ def _parts(n: Node, scale: Value) -> tuple[Value, ...]:
     if not b.multiplies or constant is None or not isinstance(constant.op, Const):
         return b.known.get(("parts", scale.name), ())
     number = constant.op.data.tensor()
-    return tuple(b.constant(part, F32) for part in parts_of(float(number))) if usable((number,)) else ()
+    if not usable((number,)):
+        return ()
+    return tuple(b.derived(("part", i), part, scale) for i, part in enumerate(parts_of(float(number))))
 
 
 def _bounds(zero: Value | None, target: DType, scale: Value | None, b: Builder) -> tuple[Operand, ...]:

@@ -8,11 +8,11 @@ value beside them.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tilewright.dtype import BF16, F4E2M1FN, F8E4M3FN, F8E4M3FNUZ, F8E5M2, F8E5M2FNUZ, S4, S8, U4, U8, DType
+from tilewright.dtype import BF16, F4E2M1FN, F8E4M3FN, F8E4M3FNUZ, F8E5M2, F8E5M2FNUZ, F32, S4, S8, U4, U8, DType
 from tilewright.schedule.candidate import Unsupported
 
 FP8 = (F8E4M3FN, F8E4M3FNUZ, F8E5M2, F8E5M2FNUZ, F4E2M1FN)  # floats that are a byte in memory
@@ -210,6 +210,10 @@ class Builder(ABC):
     def is_number(self, x: Value) -> bool:
         """Tell whether a value is one number, known when the kernel is launched."""
         return False
+
+    def derived(self, how: Hashable, value: float, *of: Value) -> Value:
+        """Give a number of f32 that was made of others that are known, in every element; `how` says in which way."""
+        return self.constant(value, F32)
 
     def cut(self, x: Value) -> Value:
         """f32 as bf16 where that has the value."""

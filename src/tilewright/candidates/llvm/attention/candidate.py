@@ -10,7 +10,7 @@ import torch
 
 from tilewright import threads
 from tilewright.candidates.llvm.attention.kernel import AttentionNest, AttentionWriter
-from tilewright.candidates.llvm.expressions.text import Module
+from tilewright.candidates.llvm.expressions.text import Source
 from tilewright.candidates.llvm.expressions.vector import check
 from tilewright.candidates.llvm.gemm.dots import DOTS, Choice, choose
 from tilewright.candidates.llvm.gemm.nest import Blocks, Nest
@@ -53,15 +53,13 @@ def attention_nest(problem: AttentionProblem, target: Target) -> AttentionNest:
     dot = choice.dot
     nv = 2 if width > dot.lanes or keys > dot.lanes else 1
     most = {1: 24, 2: 12}[nv] if dot.registers == 32 else {1: 10, 2: 5}[nv]
-    ranged = any(t.open for t in problem.types)
     mr = most if isinstance(queries, Extent) else -(-queries // -(-queries // most))
     sources = len(problem.types)
 
     def nest(deep: int, columns: int, lhs: Access, rhs: Access, *, k_contiguous: bool) -> Nest:
         blocks = Blocks(dot.instruction, mr, nv * dot.lanes, deep, mr, nv * dot.lanes, pack_lhs=True)
         matrices = batch * key_heads
-        made = Nest(matrices, queries, deep, columns, choice, lhs, rhs, k_contiguous, False, stores, sources, blocks)
-        return replace(made, ranged=ranged)
+        return Nest(matrices, queries, deep, columns, choice, lhs, rhs, k_contiguous, False, stores, sources, blocks)
 
     queries_at = of_operand(q, columns_last=True)
     seen = of_operand(broadcast(mask[0], (batch, heads, queries, keys)), columns_last=True) if mask else None
@@ -93,20 +91,20 @@ def _instruction(operands: Sequence[DType], chip: Chip) -> Choice | None:
 
 
 def _build(problem: AttentionProblem, attention: AttentionNest, schedule: Schedule) -> Kernel:
-    return _kernel(problem, attention, schedule, AttentionWriter(attention).write(), {})
+    return _kernel(problem, attention, schedule, source_of(attention), {})
 
 
 def _kernel(
-    problem: AttentionProblem, attention: AttentionNest, schedule: Schedule, module: Module, values: Mapping[str, int]
+    problem: AttentionProblem, attention: AttentionNest, schedule: Schedule, source: Source, values: Mapping[str, int]
 ) -> Kernel:
-    """The kernel that a module is, with values of the dims that it leaves open."""
-    kernel, first = engine.function(module.text(*engine.host())), attention.output.sources
+    """The kernel of an attention's IR, with values of the dims that it leaves open."""
+    kernel, first = engine.function(source.text), attention.output.sources
     read = sorted({n.op.index for n in toposort(attention.roots) if isinstance(n.op, Param)})
     alone, two, all_ = (extent_at(attention.scratch(n), values) for n in (1, 2, threads.count()))
-    one, extents = problem.ops <= ONE_THREAD_OPS, module.extents_for(values)
+    one = problem.ops <= ONE_THREAD_OPS
 
     def prepare(weights: Mapping[int, torch.Tensor]) -> Runner:
-        call = Call(kernel, attention.pointers, read, first, problem.outputs, alone, two - alone, one, extents=extents)
+        call = Call(kernel, attention.pointers, read, first, problem.outputs, alone, two - alone, one, given=source.given)
         return bound(call)
 
     return Kernel(CANDIDATE.name, schedule, prepare, workspace_bytes=all_)
@@ -121,7 +119,8 @@ def ranged(problem: AttentionProblem, target: Target, schedule: Schedule) -> Ran
     attention = attention_nest(problem, target)
     nest, module = attention.scores, AttentionWriter(attention).write()
     point = Schedule.of(instruction=nest.dot.instruction, mr=nest.blocks.mr, nr=nest.nr)
-    return lambda one, values: _kernel(one, attention, point, module, values)
+    text = module.text(*engine.host())
+    return lambda one, values: _kernel(one, attention, point, Source(text, module.given_for(values)), values)
 
 
 def plan(problem: AttentionProblem, target: Target) -> FixedPlan:
@@ -137,9 +136,9 @@ def plan(problem: AttentionProblem, target: Target) -> FixedPlan:
     return FixedPlan((point,), partial(_build, problem, attention))
 
 
-def module_text(attention: AttentionNest) -> str:
-    """The kernel's IR for the processor at hand."""
-    return AttentionWriter(attention).write().text(*engine.host())
+def source_of(attention: AttentionNest) -> Source:
+    """The kernel's IR for the processor at hand, and what its calls give."""
+    return AttentionWriter(attention).write().source(*engine.host())
 
 
 CANDIDATE = Candidate("llvm_attention", ATTENTION, CPU, 5, plan, ranged=ranged)

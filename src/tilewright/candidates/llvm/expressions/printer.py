@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
+import math
 import re
 import struct
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
+from typing import TypeGuard
 
 import torch
 
@@ -74,6 +77,11 @@ def constant(n: Node) -> str:
     return f"splat ({element(n.dtype)} {str(bool(value)).lower() if n.dtype is PRED else int(value)})"
 
 
+def exact_inverse(number: float | None) -> TypeGuard[float]:
+    """Tell whether a number is a power of two whose inverse is normal, too: multiplying by that is dividing by it."""
+    return number is not None and abs(math.frexp(number)[0]) == 0.5 and 2.0**-126 <= abs(number) <= 2.0**126
+
+
 class Printer(NodeBuilder):
     """Operations on vectors of `lanes`, emitted into one function."""
 
@@ -101,10 +109,34 @@ class Printer(NodeBuilder):
         bits, half = int(operand) & (1 << dtype.bits) - 1, 1 << dtype.bits - 1
         return f"splat (i{dtype.bits} {(bits ^ half) - half})"
 
+    def number(self, key: Hashable, value: float, dtype: DType) -> Value:
+        """A number that is data of the problem: calls pass it, and the text has it only where code is written for it, as for 0,
+        1 and infinities. `key` says what it stands for: equal numbers that mean different things are two."""
+        whole = dtype.is_integer
+        value = int(value) if whole else ctypes.c_float(value).value
+        if not self.f.module.register_lanes or value == 0 or (not whole and (not math.isfinite(value) or abs(value) == 1)):
+            return self.constant(value, dtype)
+        (bits,) = struct.unpack("=I", struct.pack("=f", value)) if not whole else (int(value) & 0xFFFFFFFF,)
+        return Value(self, self.f.number_given(key, value, bits, self.lanes, element(dtype)), dtype)
+
+    def is_number(self, x: Value) -> bool:
+        return x.name in self.f.numbers
+
+    def derived(self, how: Hashable, value: float, *of: Operand) -> Value:
+        if not any(isinstance(x, Value) and self.is_number(x) for x in of):
+            return self.constant(value, F32)
+        return self.number((how, *map(self._key, of)), value, F32)
+
+    def _key(self, x: Operand) -> Hashable:
+        """The number that calls pass, or the value, of a known operand."""
+        return x.name.split(".")[0] if isinstance(x, Value) and self.is_number(x) else self._number(x)
+
     def _number(self, x: Operand) -> float | None:
-        """The number that an operand is, if it is a constant of f32 or of integers."""
+        """The number that an operand is, if it is one that calls pass, or a constant of f32 or of integers."""
         if not isinstance(x, Value):
             return x
+        if x.name in self.f.numbers:
+            return self.f.numbers[x.name]
         found = CONSTANT.fullmatch(x.name)
         if found is None:
             return None
@@ -114,7 +146,9 @@ class Printer(NodeBuilder):
         dtype, x, y = self.type_of(a, b), self._number(a), self._number(b)
         if dtype is F32 and op in ("+", "-", "*") and x is not None and y is not None:
             # Exact in f64 or innocuously rounded twice. As a constant it holds in every block.
-            return self.constant(x + y if op == "+" else x - y if op == "-" else x * y, F32)
+            return self.derived(op, x + y if op == "+" else x - y if op == "-" else x * y, a, b)
+        if dtype is F32 and op == "/" and isinstance(b, Value) and b.name in self.f.numbers and exact_inverse(y):
+            return self.binary("*", a, self.derived("1 /", 1 / y, b))
         name = BINARY[op][0 if dtype.is_float else 1 if dtype.is_signed else 2]
         return self._made(dtype, f"{name} {self.type(dtype)} {self.put(a, dtype)}, {self.put(b, dtype)}")
 
@@ -150,7 +184,8 @@ class Printer(NodeBuilder):
     def to(self, x: Value, dtype: DType) -> Value:
         source, number = x.dtype, self._number(x)
         if source.is_integer and number is not None and dtype in (F32, S32) and source.bits <= 16:
-            return self.constant(int(number) & int(source.max) if source.kind == "uint" else number, dtype)
+            whole = int(number) & int(source.max) if source.kind == "uint" else int(number)
+            return self.number((dtype, self._key(x)), whole, dtype) if self.is_number(x) else self.constant(whole, dtype)
         if source is BF16:
             return (self.bits(x, U16).to(U32) << 16).bits(F32)
         if dtype is BF16:

@@ -2,20 +2,26 @@
 
 llvmlite's own builder has no bfloat and no scalable way to say `splat`; the textual form is LLVM's reference, LangRef. No
 optimiser runs over this text, only instruction selection, so constants are folded while writing.
+
+Numbers that are data of a problem, such as scales, are no part of the text: a call passes them (`Module.given`).
 """
 
 from __future__ import annotations
 
+import re
 import struct
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Hashable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
-from tilewright.ir.dims import Extent, Terms, extent_at
+from tilewright.ir.dims import Extent, extent_at
 from tilewright.schedule.candidate import Unsupported
 
 Int = int | str  # an i64: a number known now, an extent known when the kernel is called, or the name of a value
+
+# The name of a vector that each block makes of registers: of a number of the problem or of what is held; which, lanes, element.
+HELD = re.compile(r"%(number|held)(\d+)\.(\d+)\.(\w+)")
 
 # All that a kernel may call beside LLVM's own intrinsics.
 THREADS = ("tilewright_parallel", "tilewright_finished", "tilewright_meet", "tilewright_team")
@@ -57,6 +63,18 @@ def suffix(type_: str) -> str:
     return names.get(type_, type_)
 
 
+class Source(NamedTuple):
+    """A kernel as it is generated.
+
+    Attributes:
+        text: the module.
+        given: what calls give beside tensors (`Module.given`).
+    """
+
+    text: str
+    given: tuple[int, ...]
+
+
 @dataclass
 class Module:
     """Functions and the declarations they need.
@@ -64,19 +82,27 @@ class Module:
     Attributes:
         rounds_bf16: the processor has AVX-512 BF16's instruction for that, which takes denormal numbers for zero, as the one
             that multiplies does.
-        extents_at: which of a call's pointers is that to the extents that are not known now; None if there are none.
-        extents: these, in order.
+        given_at: which of a call's pointers is that to what it gives beside tensors, 8 bytes each; None where nothing is.
+        register_lanes: how many elements of 4 bytes a register holds; 0 where the problem's numbers are literals.
+        given: that, by what it stands for: extents that are not known now, and the problem's numbers as bits. Problems that
+            differ in these alone have one text.
     """
 
     rounds_bf16: bool = False
-    extents_at: int | None = None
-    extents: dict[Terms, int] = field(default_factory=dict[Terms, int])
+    given_at: int | None = None
+    register_lanes: int = 0
+    given: dict[Hashable, int] = field(default_factory=dict[Hashable, int])
     functions: list[str] = field(default_factory=list)
     declarations: dict[str, str] = field(default_factory=dict)
 
-    def extents_for(self, values: Mapping[str, int]) -> tuple[int, ...]:
-        """The extents that are not known now, for values of the dims by name."""
-        return tuple(extent_at(e, values) for e in self.extents.values())
+    def slot(self, key: Hashable, value: int) -> int:
+        """The place of a value among those that calls give; `key` says what it stands for."""
+        self.given.setdefault(key, value)
+        return list(self.given).index(key)
+
+    def given_for(self, values: Mapping[str, int]) -> tuple[int, ...]:
+        """What a call gives, for values of the dims by name."""
+        return tuple(extent_at(x, values) for x in self.given.values())
 
     def text(self, cpu: str, features: str) -> str:
         """The whole module for one processor; the same functions always give the same text."""
@@ -85,6 +111,10 @@ class Module:
             '"prefer-vector-width"="512" "min-legal-vector-width"="512" "frame-pointer"="none" }'
         )
         return "\n".join([*sorted(self.declarations.values()), *self.functions, attributes, ""])
+
+    def source(self, cpu: str, features: str) -> Source:
+        """The text for one processor, and what its calls give where no extent is open."""
+        return Source(self.text(cpu, features), self.given_for({}))
 
 
 @dataclass
@@ -110,13 +140,21 @@ class Function:
         self._count = 0
         self._allocas: list[str] = []
         self._loaded: dict[int, str] = {}
-        self._given = {n for _, n in args}
+        self._arguments = {n for _, n in args}
+        self._before: list[str] = []  # lines before those that read numbers
+        self._reads: list[str] = []
+        self._numbers = ""  # the address of what the call gives
+        self._registers: dict[tuple[int, int, str], str] = {}  # numbers that were read
+        self._held: list[list[str]] = []  # registers of vectors that blocks pass on
+        self._in_block: dict[str, str] = {}  # vectors of either in this block
         self.known: dict[tuple[object, ...], Any] = {}  # what was computed once, by what it was made of
+        self.numbers: dict[str, float] = {}  # the values of the problem's numbers, by the names of their vectors
 
     def finish(self, value: str = "void") -> None:
         """End with a return and hand the text to the module."""
         self.do(f"ret {value}")
-        self.module.functions.append("\n".join([self._head, "entry:", *self._allocas, *self._lines, "}"]))
+        lines = [*self._allocas, *self._before, *self._reads, *self._lines]
+        self.module.functions.append("\n".join([self._head, "entry:", *lines, "}"]))
 
     def number(self, x: Int) -> Int:
         """A number known now or the name of a value: an extent that is open is read where the function begins.
@@ -126,19 +164,18 @@ class Function:
         """
         if not isinstance(x, Extent):
             return x
-        if self.module.extents_at is None or "arguments" not in self._given:
+        if self.module.given_at is None or "arguments" not in self._arguments:
             raise Unsupported(f"{self.name} cannot be written for an open extent")
-        slot = list(self.module.extents).index(x.terms) if x.terms in self.module.extents else len(self.module.extents)
-        self.module.extents.setdefault(x.terms, x)
+        slot = self.module.slot(("extent", x.terms), x)
         if slot not in self._loaded:
             table, at = "%" + self.fresh("x"), "%" + self.fresh("x")
             if not self._loaded:
                 self._allocas += [
-                    f"  %extents.at = getelementptr i8, ptr %arguments, i64 {8 * self.module.extents_at}",
-                    "  %extents = load ptr, ptr %extents.at, align 8",
+                    f"  %given.at = getelementptr i8, ptr %arguments, i64 {8 * self.module.given_at}",
+                    "  %given = load ptr, ptr %given.at, align 8",
                 ]
             self._allocas += [
-                f"  {at} = getelementptr i8, ptr %extents, i64 {8 * slot}",
+                f"  {at} = getelementptr i8, ptr %given, i64 {8 * slot}",
                 f"  {table} = load i64, ptr {at}, align 8",
             ]
             self._loaded[slot] = table
@@ -157,6 +194,7 @@ class Function:
         return f"{prefix}{self._count}"
 
     def do(self, instruction: str) -> None:
+        instruction = self._resolved(instruction)
         self._lines.append("  " + instruction)
 
     def v(self, expression: str) -> str:
@@ -194,6 +232,71 @@ class Function:
     def dynamic_alloca(self, size_bytes: Int) -> str:
         """Like `alloca`, of a size that is known when the function runs. Not in a loop: it stays until the function returns."""
         return self.v(f"alloca i8, i64 {self.number(size_bytes)}, align 64")
+
+    # -- numbers that a call passes
+
+    def number_given(self, key: Hashable, value: float, bits: int, lanes: int, element: str) -> str:
+        """A number of the problem in every lane, of an element type of at most 32 bits; `key` says what it stands for.
+
+        Like a literal's, its name holds in every block.
+        """
+        name = f"%number{self.module.slot(key, bits)}.{lanes}.{element}"
+        self.numbers[name] = value
+        return name
+
+    def numbers_from_here(self) -> None:
+        """Read numbers here, behind loops that leave them no registers, and not where the function begins. No loop is open."""
+        self._before += [*self._reads, *self._lines]
+        self._reads, self._lines = [], []
+
+    def held(self, value: str, lanes: int, element: str) -> str:
+        """The name of a vector for blocks that follow. Of lanes that are no power of two LLVM would pass on each one by itself
+        (`getVectorTypeBreakdown`), so that registers of it are passed on."""
+        most = self.module.register_lanes
+        if not lanes & (lanes - 1) or not most or lanes % most or not value.startswith("%v"):
+            return value
+        parts = [self.shuffle(vec(lanes, element), value, value, range(i, i + most)) for i in range(0, lanes, most)]
+        self._held.append(parts)
+        return f"%held{len(self._held) - 1}.{lanes}.{element}"
+
+    def _resolved(self, value: str) -> str:
+        """Text in which vectors that are made of registers are values of the block that is being written."""
+        return HELD.sub(self._made, value) if "%number" in value or "%held" in value else value
+
+    def _made(self, name: re.Match[str]) -> str:
+        """Such a vector in this block, where instruction selection sees of which registers it is."""
+        found = self._in_block.get(name[0])
+        if found is None:
+            index, lanes, element, most = int(name[2]), int(name[3]), name[4], self.module.register_lanes
+            if name[1] == "held":
+                parts = self._held[index]
+            else:
+                parts = [self._first(index, min(lanes, most), element)] * -(-lanes // most)
+            found, count = parts[0], min(lanes, most)
+            for part in parts[1:]:
+                if part == parts[0]:
+                    found = self.shuffle(vec(most, element), part, part, [i % most for i in range(lanes)])
+                    break
+                if count > most:  # as wide as what it is put behind
+                    picks = [min(i, most) for i in range(count)]
+                    part = self.shuffle(vec(most, element), part, "poison", picks)
+                found = self.shuffle(vec(count, element), found, part, range(count + most))
+                count += most
+            self._in_block[name[0]] = found
+        return found
+
+    def _first(self, index: int, lanes: int, element: str) -> str:
+        """A number in every lane of a register, read where the function begins."""
+        key, at = (index, lanes, element), self.module.given_at
+        assert at is not None
+        if key not in self._registers:
+            lines, self._lines = self._lines, self._reads
+            if not self._numbers:
+                self._numbers = self.load("ptr", self.at("%arguments", 8 * at), 8)
+            one = self.load(element, self.at(self._numbers, 8 * index), 8)
+            self._registers[key] = self.splat(lanes, element, one)
+            self._lines = lines
+        return self._registers[key]
 
     # -- memory; offsets in bytes
 
@@ -315,6 +418,7 @@ class Function:
     def label(self, name: str) -> None:
         self._lines.append(f"{name}:")
         self._block = name
+        self._in_block.clear()
 
     def jump(self, label: str) -> None:
         self.do(f"br label %{label}")
@@ -323,6 +427,7 @@ class Function:
     def loop(self, start: Int, stop: Int, step: Int = 1, carried: Sequence[tuple[str, str]] = ()) -> Generator[Loop]:
         """`for index in range(start, stop, step)`. Inside set `next`; afterwards `carried` holds the last values."""
         start, stop, step = self.number(start), self.number(stop), self.number(step)
+        carried = [(type_, self._resolved(first)) for type_, first in carried]
         before, name = self._block, self.fresh("loop")
         head, body, done = f"{name}.head", f"{name}.body", f"{name}.done"
         self.jump(head)
@@ -336,6 +441,7 @@ class Function:
         loop = Loop(index, values, list(values))
         yield loop
         following = self.v(f"add nsw i64 {index}, {step}")
+        loop.next = [self._resolved(x) for x in loop.next]
         last = self._block
         self.jump(head)
         lines = [f"  {index} = phi i64 [{start}, %{before}], [{following}, %{last}]"]

@@ -9,17 +9,39 @@ from typing import Literal
 
 from tilewright.candidates.llvm.expressions.printer import Printer, constant, element, in_memory, size_bytes
 from tilewright.candidates.llvm.expressions.text import Function, Int, suffix, vec
-from tilewright.dtype import BF16, F8E5M2FNUZ, F64, PRED, DType
+from tilewright.dtype import BF16, F8E5M2FNUZ, F32, F64, PRED, DType
 from tilewright.ir.expression import REDUCED_PRECISION_SAFE, rounded_at_once
 from tilewright.ir.graph import Node, toposort
-from tilewright.ir.ops import VIEWS, Acc, Const, Gather, Map, Param
+from tilewright.ir.ops import VIEWS, Acc, Const, Dequantize, Gather, Map, Param, Quantize
 from tilewright.lowering.access import Access, AccessMap, StridedDigit
 from tilewright.lowering.scalar.functions import GELU_TO_BF16
 from tilewright.lowering.scalar.nodes import Forms
+from tilewright.lowering.scalar.values import in_register
 
 SHORTEST_GATHERED = 4  # bytes of an element
+DATA_OF = {"add", "subtract", "multiply", "divide", "maximum", "minimum"}  # functions of f32 to which a constant is data
 FORMS = Forms("vector form", frozenset({F64, F8E5M2FNUZ}), of_fp8=False, to_64_bits=True)
 check, check_node = FORMS.check, FORMS.check_node
+
+
+def data_of(roots: Sequence[Node]) -> frozenset[Node]:
+    """The one-element constants of expressions that are data, for which no code is written: f32 scales, terms, factors and
+    bounds, and zero points. An exponent is none, nor is a constant of integer arithmetic."""
+    found, other = set[Node](), set[Node]()
+    for n in toposort(roots):
+        for i, s in enumerate(n.src if not isinstance(n.op, VIEWS) else ()):
+            while isinstance(s.op, VIEWS):
+                (s,) = s.src
+            if isinstance(s.op, Const) and s.tensor.elements == 1:
+                (found if _is_data(n, i, s.dtype) else other).add(s)
+    return frozenset(found - other)
+
+
+def _is_data(reader: Node, i: int, dtype: DType) -> bool:
+    """Tell whether a constant's value is nothing but data to a node of which it is the source `i`."""
+    if isinstance(reader.op, (Quantize, Dequantize)):
+        return (i == 1 and dtype is F32) or (i == 2 and dtype.is_integer and dtype.bits <= 16)
+    return dtype is F32 and isinstance(reader.op, Map) and reader.op.fn in DATA_OF
 
 
 @dataclass(frozen=True)
@@ -54,7 +76,8 @@ class Lanes(Printer):
         super().__init__(f, lanes)
         self._in_pairs = in_pairs or {}
         self.access, self.columns, self.pointer = access, columns, pointer
-        self._coarse = rounded_at_once(*(roots or (access.root,)))
+        self._roots = tuple(roots) or (access.root,)
+        self._coarse = rounded_at_once(*self._roots)
 
     def store(self, row: Int, value: str, pointer: str) -> None:
         """Write the root's value where the result keeps it."""
@@ -236,7 +259,12 @@ class Lanes(Printer):
         if isinstance(op, Param):
             return self._leaf(n, row)
         if isinstance(op, Const):
-            return constant(n)
+            key = ("data", *self._roots)
+            if key not in self.known:
+                self.known[key] = data_of(self._roots)
+            if n not in self.known[key]:
+                return constant(n)
+            return self.number((self._roots, n), op.data.tensor().reshape(1).item(), in_register(n.dtype)).name
         coarse = isinstance(op, Map) and op.fn in REDUCED_PRECISION_SAFE and (n in self._coarse or n.dtype is BF16)
         return self.elementwise(n, args, form=GELU_TO_BF16 if coarse else None)
 
@@ -267,7 +295,7 @@ class Vectors(Lanes):
             if leaf or isinstance(n.op, Acc) or n is second or any(s in moving for s in n.src):
                 moving.add(n)
             else:
-                self._fixed[n] = self.value(n, self._fixed, 0)
+                self._fixed[n] = f.held(self.value(n, self._fixed, 0), lanes, element(n.dtype))
         self._order = [n for n in order if n in moving]
         for n in self._order:
             self.prepare(n, self._fixed)

@@ -10,6 +10,7 @@ from functools import cached_property
 import torch
 
 from tilewright import threads
+from tilewright.candidates.llvm.expressions.text import Source
 from tilewright.candidates.llvm.expressions.vector import check
 from tilewright.candidates.llvm.gemm.dots import choose
 from tilewright.candidates.llvm.gemm.kernel import GemmWriter
@@ -51,15 +52,15 @@ class Plan(NestPlan):
 
     def build(self, schedule: Schedule) -> Kernel:
         nest = self.nest_of(schedule)
-        return self.kernel_of(nest, schedule, module_text(nest))
+        return self.kernel_of(nest, schedule, source_of(nest))
 
-    def kernel_of(self, nest: Nest, schedule: Schedule, text: str, extents: tuple[int, ...] = ()) -> Kernel:
-        """The kernel of a nest's IR, with values of the extents that it leaves open."""
-        call = engine.function(text)
+    def kernel_of(self, nest: Nest, schedule: Schedule, source: Source) -> Kernel:
+        """The kernel of a nest's IR."""
+        call, given = engine.function(source.text), source.given
 
         def prepare(weights: Mapping[int, torch.Tensor]) -> Runner:
             if not nest.constant:
-                return self.runner(nest, call, torch.empty(0), extents)
+                return self.runner(nest, call, torch.empty(0), given)
             rhs = self.problem.op.rhs
 
             def pack() -> torch.Tensor:
@@ -71,14 +72,14 @@ class Plan(NestPlan):
                 return packed
 
             read = [weights[n.op.index] for n in toposort((rhs,)) if isinstance(n.op, Param)]
-            return self.runner(nest, call, packed_once(read, (rhs, nest.choice, nest.nr, nest.width), pack), extents)
+            return self.runner(nest, call, packed_once(read, (rhs, nest.choice, nest.nr, nest.width), pack), given)
 
         return self.kernel(CANDIDATE.name, schedule, nest, prepare)
 
 
-def module_text(nest: Nest) -> str:
-    """The kernel's IR for the processor at hand."""
-    return GemmWriter(nest).write().text(*engine.host())
+def source_of(nest: Nest) -> Source:
+    """The kernel's IR for the processor at hand, and what its calls give."""
+    return GemmWriter(nest).write().source(*engine.host())
 
 
 def ranged(problem: Problem, target: Target, schedule: Schedule) -> Ranged:
@@ -88,14 +89,14 @@ def ranged(problem: Problem, target: Target, schedule: Schedule) -> Ranged:
         Unsupported: the sentence why there is none.
     """
     whole = plan(problem, target)
-    module = GemmWriter(replace(whole.nest_of(schedule), ranged=True)).write()
+    module = GemmWriter(whole.nest_of(schedule)).write()
     text, made = module.text(*engine.host()), [x is None for x in whole.outside]
 
     def at(one: Problem, values: Mapping[str, int]) -> Kernel:
         found = plan(one, target)
         if [x is None for x in found.outside] != made or found.nest.k_contiguous != whole.nest.k_contiguous:
             raise Unsupported("operands lie otherwise for these extents")
-        return found.kernel_of(replace(found.nest_of(schedule), ranged=True), schedule, text, module.extents_for(values))
+        return found.kernel_of(found.nest_of(schedule), schedule, Source(text, module.given_for(values)))
 
     return at
 

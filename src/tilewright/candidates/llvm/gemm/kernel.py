@@ -84,8 +84,8 @@ class GemmWriter:
     """Writes a nest as a module with an entry `python(pointers…, threads, pack)`."""
 
     def __init__(self, nest: Nest, module: Module | None = None):
-        at = nest.sources + len(nest.stores) if nest.ranged else None
-        self.nest, self.module = nest, module or Module(rounds_bf16=nest.dot.instruction == PAIRS, extents_at=at)
+        self.nest = nest
+        self.module = module or Module(nest.dot.instruction == PAIRS, nest.given_at, nest.dot.lanes)
 
     def _function(self, name: str, *more: tuple[str, str]) -> Function:
         return Function(self.module, name, [("ptr", "arguments"), *more])
@@ -598,6 +598,7 @@ class GemmWriter:
     def _epilogue_in_registers(self, f: Function, rows: int, results: Iterator[str]) -> None:
         """Accumulators through the epilogue into the result."""
         n, (store,), lanes = self.nest, self.nest.stores, self.nest.dot.lanes
+        f.numbers_from_here()
         target, sources = self._pointer(f, n.sources), self._sources(f, store)
         parts: list[Vectors] = []
         for j in range(n.width // lanes):

@@ -5,7 +5,7 @@ Sources: Goto and van de Geijn 2008 (doi 10.1145/1356052.1356053); Van Zee and v
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 
 from tilewright.candidates.llvm.gemm.dots import Choice, Dot
@@ -65,7 +65,6 @@ class Nest:
         gate_up: the node that stands, in the stores, for sums of the right half of `rhs`'s columns, where the stores read both
             halves together; None if they do not. A micro-panel then holds nr / 2 columns of each, those of the left half first.
         amaxes: for each store whether it keeps the largest magnitude of its values alone; empty: none does.
-        ranged: the kernel is written for extents that are open, whose values a call gives behind the results.
     """
 
     batch: int
@@ -82,7 +81,6 @@ class Nest:
     blocks: Blocks
     gate_up: Node | None = None
     amaxes: tuple[bool, ...] = ()
-    ranged: bool = field(default=False, kw_only=True)
 
     @property
     def dot(self) -> Dot:
@@ -226,5 +224,10 @@ class Nest:
 
     @property
     def pointers(self) -> int:
-        """Number of pointers that a call passes: sources, results, extents if any are open, scratch, packed right operand."""
-        return self.sources + len(self.stores) + self.ranged + 2
+        """Number of pointers that a call passes: sources, results, what else it gives, scratch, packed right operand."""
+        return self.sources + len(self.stores) + 3
+
+    @property
+    def given_at(self) -> int:
+        """Index of the pointer to what a call gives beside tensors (`Module.given`)."""
+        return self.pointers - 3

@@ -83,12 +83,12 @@ def ranged(problem: FusionProblem, target: Target, schedule: Schedule) -> Ranged
     text = module.text(*engine.host())
 
     def at(one: FusionProblem, values: Mapping[str, int]) -> Kernel:
-        call, extents = engine.function(text), module.extents_for(values)
+        call, given = engine.function(text), module.given_for(values)
         rows = replace(rows_of(one, target), ranged=True)
         memory = extent_at(written.thread_bytes, values)
 
         def prepare(weights: Mapping[int, torch.Tensor]) -> Runner:
-            return _prepared(one, rows, call, memory, extents)
+            return _prepared(one, rows, call, memory, given)
 
         return Kernel(CANDIDATE.name, schedule, prepare, workspace_bytes=memory * threads.count())
 
@@ -113,12 +113,12 @@ def module_text(rows: Rows) -> str:
 
 
 def _prepared(
-    problem: FusionProblem, rows: Rows, kernel: Callable[..., None], memory: int | None = None, extents: tuple[int, ...] = ()
+    problem: FusionProblem, rows: Rows, kernel: Callable[..., None], memory: int | None = None, given: tuple[int, ...] = ()
 ) -> Runner:
     picks = any(loops.nest.tables for loops in rows.each)
     small = sum(loops.nest.work for loops in rows.each) <= ONE_THREAD_WORK or rows.tasks == 1
     read, each = rows.sources, rows.thread_bytes if memory is None else memory
-    call = Call(kernel, rows.pointers, read, rows.types, problem.outputs, each, each, small, extents=extents)
+    call = Call(kernel, rows.pointers, read, rows.types, problem.outputs, each, each, small, given=given)
     return checked(call, problem) if picks else bound(call)
 
 
@@ -126,7 +126,7 @@ def checked(call: Call, problem: FusionProblem) -> Runner:
     """A runner of a kernel that picks by indices: one out of range is an error in the words of the operation that picks."""
     meaning = evaluator(problem.roots, [Node(Param(i, t)) for i, t in enumerate(problem.types)])
     makers = [maker(t.shape, t.dtype.to_torch()) for t in call.results]
-    extents = [addressof(call.table)] * (call.pointers - call.first - len(call.results) - 2)
+    given = [addressof(call.table)] * (call.pointers - call.first - len(call.results) - 2)
 
     def run(sources: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         held = [t if t.is_contiguous() else t.contiguous() for t in sources]  # copies live until the call is over
@@ -136,7 +136,7 @@ def checked(call: Call, problem: FusionProblem) -> Runner:
         to = [t.data_ptr() for t in results]
         missed = c_int64(0)
         memory = take(call.each * count) if call.each else None
-        call.kernel(*at, *to, *extents, memory[0] if memory else 0, addressof(missed), count)
+        call.kernel(*at, *to, *given, memory[0] if memory else 0, addressof(missed), count)
         if memory:
             give(memory)
         if missed.value:

@@ -124,7 +124,7 @@ class RowsWriter:
     """Writes rows as a module with the entries of a product's, see `runtime.calls`."""
 
     def __init__(self, rows: Rows):
-        self.rows, self.module = rows, Module(extents_at=rows.types + rows.results if rows.ranged else None)
+        self.rows, self.module = rows, Module(given_at=rows.types + rows.results if rows.ranged else None)
 
     def write(self) -> Module:
         self._worker()

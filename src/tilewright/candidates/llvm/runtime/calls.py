@@ -31,7 +31,7 @@ ON_STACK = 1 << 15  # bytes of scratch that are not worth a pool
 USED = (torch.Tensor.contiguous, torch.Tensor.data_ptr, torch.get_num_threads, take, give)
 CONTIGUOUS, DATA_PTR, THREADS, TAKE, GIVE, MAKERS = range(1, 7)
 # The table: these numbers, then the indices of the sources that are read.
-KERNEL, POINTERS, READ, RESULTS, FIRST, ALONE, EACH, ONE, STACK, PACKED, EXTENTS, INDICES = range(12)
+KERNEL, POINTERS, READ, RESULTS, FIRST, ALONE, EACH, ONE, STACK, PACKED, GIVEN, INDICES = range(12)
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Call:
 
     Attributes:
         kernel: its function, from `engine.function`.
-        pointers: number of pointers it is given: sources, results, scratch, packed right operand.
+        pointers: number of pointers it is given: sources, results, what is given if anything is, scratch, packed right operand.
         read: sources whose addresses it needs.
         first: index of the first result's pointer.
         results: types of the results.
@@ -49,7 +49,7 @@ class Call:
         one: it is never worth a second thread.
         packed: the packed right operand, u8, from the first cache line in it on; None for a kernel that has none.
         packed_bytes: its bytes.
-        extents: values of the extents that its code leaves open.
+        given: extents that its code leaves open, and the problem's numbers (`Module.given`).
     """
 
     kernel: Any
@@ -62,7 +62,7 @@ class Call:
     one: bool
     packed: torch.Tensor | None = None
     packed_bytes: int = 0
-    extents: tuple[int, ...] = ()
+    given: tuple[int, ...] = ()
 
     def recipe(self, parts: Parts) -> Called:
         """The call as data, its code and packed operand left with `parts`."""
@@ -73,12 +73,12 @@ class Call:
         results = tuple(map(Kind.of, self.results))
         code = parts.code(self.kernel.__module__.object)
         shape = code, self.pointers, tuple(self.read), self.first, results, self.alone, self.each, self.one
-        return Called(*shape, packed, self.packed_bytes, self.extents)
+        return Called(*shape, packed, self.packed_bytes, self.given)
 
     @cached_property
     def table(self) -> Any:
-        """The extents in memory, i64, for as long as the kernel may be called with their address."""
-        return (c_int64 * len(self.extents))(*self.extents)
+        """What is given, in memory, i64, for as long as the kernel may be called with their address."""
+        return (c_int64 * len(self.given))(*self.given)
 
 
 def restored(recipe: Called, code: Mapping[str, engine.Code], memory: Callable[[str], torch.Tensor], sources: int) -> Call:
@@ -88,7 +88,7 @@ def restored(recipe: Called, code: Mapping[str, engine.Code], memory: Callable[[
         InputError: its numbers do not fit together.
     """
     results = tuple(kind.type for kind in recipe.results)
-    last = recipe.pointers - 2 - bool(recipe.extents)  # behind the results
+    last = recipe.pointers - 2 - bool(recipe.given)  # behind the results
     fits = all(0 <= i < recipe.first for i in recipe.read) and sources <= recipe.first and recipe.first + len(results) <= last
     if not fits or not 0 <= recipe.pointers <= MOST_POINTERS or recipe.alone < 0 or recipe.each < 0:
         raise InputError("a saved call does not fit its step", hint="save the program again")
@@ -98,7 +98,7 @@ def restored(recipe: Called, code: Mapping[str, engine.Code], memory: Callable[[
     if packed is not None and packed.numel() != recipe.packed_bytes:
         raise InputError("the packed weight of a saved call has another size", hint="save the program again")
     shape = recipe.pointers, recipe.read, recipe.first, results, recipe.alone, recipe.each, recipe.one
-    return Call(code[recipe.code].function(), *shape, packed, recipe.packed_bytes, recipe.extents)
+    return Call(code[recipe.code].function(), *shape, packed, recipe.packed_bytes, recipe.given)
 
 
 def aligned(t: torch.Tensor) -> int:
@@ -116,7 +116,7 @@ def bound(call: Call) -> Callable[[Sequence[torch.Tensor]], list[torch.Tensor]]:
     packed = 0 if call.packed is None else aligned(call.packed)
     numbers = (
         call.kernel.__self__, call.pointers, len(call.read), len(makers), call.first, call.alone, call.each, call.one,
-        stack, packed, addressof(call.table) if call.extents else 0, *call.read,
+        stack, packed, addressof(call.table) if call.given else 0, *call.read,
     )  # fmt: skip
     table = struct.pack(f"={len(numbers)}q", *numbers)
     run = caller().bound(engine.METH_O, (table, *USED, *makers, (call.packed, call.kernel, call.table)))
@@ -192,8 +192,8 @@ def _text() -> str:
         place_of(made, f.add(loop.index, numbers[FIRST]))
     last = f.at(d, f.mul(numbers[POINTERS], 8))
     f.store("i64", numbers[PACKED], f.at(last, -8), 8)
-    with f.when(f.compare("ne", numbers[EXTENTS], 0)):
-        f.store("i64", numbers[EXTENTS], f.at(last, -24), 8)
+    with f.when(f.compare("ne", numbers[GIVEN], 0)):
+        f.store("i64", numbers[GIVEN], f.at(last, -24), 8)
 
     threads, memory = f.alloca(8), f.alloca(8)
     f.store("i64", "1", threads, 8)

@@ -66,9 +66,9 @@ class NestPlan:
         """The indices of the arguments that a kernel reads: sources, and behind them operands that torch evaluates."""
         return _params([a.root for a in (self.nest.lhs, self.nest.rhs, *self.nest.stores, *self.beside)])
 
-    def runner(self, nest: Nest, call: Callable[..., None], packed: torch.Tensor, extents: tuple[int, ...] = ()) -> Runner:
+    def runner(self, nest: Nest, call: Callable[..., None], packed: torch.Tensor, given: tuple[int, ...]) -> Runner:
         """A function that runs a kernel on sources; `packed` holds a constant right operand as the kernel reads it, and is kept
-        alive; `extents` are values of those that it leaves open."""
+        alive; `given` is that of its `Source`."""
         count = len(self.problem.types)
         left, right = self.outside[0], None if nest.constant else self.outside[1]
         outside = [i for i, node in ((count, left), (count + 1, right)) if node is not None]
@@ -76,7 +76,7 @@ class NestPlan:
         alone, one = nest.scratch(1), self.problem.ops <= ONE_THREAD_OPS
         weight, size = (packed, nest.packed_rhs_bytes) if nest.constant else (None, 0)
         results, each = self.problem.outputs, nest.scratch(2) - alone
-        needs = Call(call, nest.pointers, read, count + 2, results, alone, each, one, weight, size, extents)
+        needs = Call(call, nest.pointers, read, count + 2, results, alone, each, one, weight, size, given)
         return behind(needs, left, right, nest.k_contiguous) if outside else bound(needs)
 
 

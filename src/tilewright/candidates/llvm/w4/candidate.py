@@ -90,7 +90,8 @@ class Plan(NestPlan):
 
     def build(self, schedule: Schedule) -> Kernel:
         nest = self.nest_of(schedule)
-        call = engine.function(writer_of(nest).write().text(*engine.host()))
+        source = writer_of(nest).write().source(*engine.host())
+        call = engine.function(source.text)
 
         def prepare(weights: Mapping[int, torch.Tensor]) -> Runner:
             def pack() -> torch.Tensor:
@@ -107,7 +108,8 @@ class Plan(NestPlan):
             read = [weights[n.op.index] for n in toposort((self.weights,)) if isinstance(n.op, Param)]
             zero = isinstance(nest, CodesNest) and nest.zero is not None  # of the left operand: sums of codes go along
             laid = nest.nr, nest.width, nest.group, nest.rounded_to, zero
-            return self.runner(nest, call, packed_once(read, (self.weights, nest.k_contiguous, nest.choice, *laid), pack))
+            packed = packed_once(read, (self.weights, nest.k_contiguous, nest.choice, *laid), pack)
+            return self.runner(nest, call, packed, source.given)
 
         return self.kernel(CANDIDATE.name, schedule, nest, prepare)
 
