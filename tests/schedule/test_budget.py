@@ -273,24 +273,27 @@ def scaled(*scales):
     return Graph("layers", tuple(inputs), tuple(outputs), tuple(f"y{i}" for i in range(len(scales))))
 
 
+@pytest.mark.parametrize("same_text", [True, False])
 @pytest.mark.parametrize(
-    ("scales", "checked"),
-    [((1.5, 2.5, 3.5, 0.25), 1), ((1.5, 2.5, -3.5, 1e-9), 3), ((1.5, 2.5, 3.5, 0.0), 2), ((-1.5, 2.5, 3.5), 2)],
+    ("scales", "other", "checked"),
+    [((1.5, 2.5, 3.5, 0.25), 0, 1), ((1.5, 2.5, -3.5, 1e-9), 0, 3), ((1.5, 2.5, 3.5, 0.0), 1, 2), ((-1.5, 2.5, 3.5), 0, 2)],
 )
-def test_layers_that_differ_in_ordinary_scales_share_a_check(monkeypatch, scales, checked):
-    """One is searched and one more checked for its own scale, besides those whose scale code may be written for; all of them
-    compute with their own."""
+def test_layers_that_differ_in_scales_share_a_check(monkeypatch, scales, other, checked, same_text):
+    """One is searched, and those are checked that are generated as another text. Where no text tells, one more is checked for
+    its own scale, besides those whose scale code may be written for. All of them compute with their own."""
+    if not same_text:
+        monkeypatch.setattr(budget, "generated", lambda kernel: False)
     again, asked = budget.repeat, []
     monkeypatch.setattr(budget, "repeat", lambda *given: asked.append(given) or again(*given))
     program = compiler.compile(scaled(*scales), budget_s=0, cache=False)
     x = torch.randn(4, 8)
     for y, scale in zip(program(*[x] * len(scales)), scales, strict=True):
         torch.testing.assert_close(y, (x @ torch.ones(8, 3)) * scale)
-    assert len(asked) == checked and len({s.decision.kernel.candidate for s in program.steps}) == 1
+    assert len(asked) == (other if same_text else checked) and len({s.decision.kernel.candidate for s in program.steps}) == 1
 
 
 def test_time_to_check_those_that_are_alike_is_kept_back(clock, monkeypatch, tmp_path):
-    """Two are measured, two checked for their own numbers, and four more only built: the measuring leaves time for that."""
+    """Two are measured, each with time left to check it and one more; six are built, and are the text that was checked."""
     real, shares = budget.search, []
 
     def measured(problem, target, **how):
@@ -314,8 +317,8 @@ def test_time_to_check_those_that_are_alike_is_kept_back(clock, monkeypatch, tmp
     decide = compiler.chooser(graph, CPU, 7.0, None, TuningDatabase(CPU, Cache(tmp_path)))
     for n in graph.outputs:
         decide(problem_of(n), {1: n.src[1].op.data.tensor()})
-    assert len(shares) == 2 and 0 < shares[0] <= 2.0 and clock[0] - began == pytest.approx(7.0)
-    assert shares[1] == pytest.approx(7.0 - (1.0 + shares[0]) - 1.0 - 2 * 1.0)
+    assert len(shares) == 2 and 0 < shares[0] <= 2.0 and clock[0] - began == pytest.approx(6.0)
+    assert shares[1] == pytest.approx(7.0 - (1.0 + shares[0]) - 2 * 1.0)
 
 
 def test_an_interruption_keeps_the_best_of_the_problem_under_way(clock, monkeypatch, tmp_path):

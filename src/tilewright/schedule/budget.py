@@ -16,7 +16,7 @@ from tilewright.hardware.target import Target
 from tilewright.ir.ops import Const
 from tilewright.progress import Progress
 from tilewright.schedule.ahead import compile_ahead
-from tilewright.schedule.candidate import LAST_RESORT, MATRIX_LIBRARIES, concerns, discover, plan_for
+from tilewright.schedule.candidate import LAST_RESORT, MATRIX_LIBRARIES, Kernel, concerns, discover, plan_for
 from tilewright.schedule.cost import least_us
 from tilewright.schedule.key import numbers_of, text_of
 from tilewright.schedule.problem import AnyProblem, FusionProblem
@@ -26,7 +26,7 @@ from tilewright.schedule.worker import ready
 
 LONGEST_S, LONGEST = 2.0, 0.1  # for one problem: seconds, or of a long budget the part
 EVENLY = 0.25  # of the time: shared out evenly, as what is expected of a problem may be wrong; the rest by what it can gain
-CHECKED = 2  # of problems that differ in ordinary numbers alone
+CHECKED = 2  # of problems that differ in ordinary numbers alone, where their code is not the same
 LEAST, MOST = 2.0**-24, 2.0**24  # of an ordinary number
 OVER = "not tried: the time for choosing was over"
 
@@ -40,8 +40,9 @@ class SharedBudget:
     time was short, they take what is there at once (`stopgaps`): a library that passes its check, or the reference.
 
     Problems that differ in numbers written into their expressions alone (the scales of two layers) are searched once: the
-    others take the same candidate and schedule, built for their own numbers. Two of them are checked, and all of those whose
-    numbers code may be written for (`ordinary`).
+    others take the same candidate and schedule, built for their own numbers. A kernel that is generated as the same text is not
+    checked again. Of those of other texts, and of library calls, two are checked, and all whose numbers code may be written for
+    (`ordinary`).
 
     Attributes:
         stopgaps: how many problems took what was there at once; that is not kept, so the next compile chooses for them anew.
@@ -128,11 +129,15 @@ class SharedBudget:
         return decision
 
     def _repeated(self, problem: AnyProblem, model: Decision, weights: Mapping[int, torch.Tensor]) -> Decision | None:
-        """The model's candidate and schedule for other numbers; None if they do not do. They are checked for the first of those
-        that are alike; for further ones only if their numbers are some that code may be written for."""
+        """The model's candidate and schedule for other numbers; None if they do not do. Unless they are the model's very text,
+        they are checked for the first of those that are alike; for further ones only if their numbers are some that code may be
+        written for."""
         text, point = self._texts[problem], (model.kernel.candidate, model.kernel.schedule)
+        same = rebuilt(problem, self._target, *point)
+        if same is not None and generated(model.kernel) and same.kernel.text == model.kernel.text:
+            return same
         if text in self._sampled and {problem, model.problem} <= self._ordinary:
-            return rebuilt(problem, self._target, *point)
+            return same
         if self._database is None:
             same = repeat(problem, self._target, *point, weights)
         else:
@@ -207,6 +212,8 @@ class SharedBudget:
         usual = statistics.median(known) if len(known) > 2 else 0.0
         total, checked = 0.0, Counter(dict.fromkeys(self._alike, 1)) + Counter(self._sampled)
         for problem, text in self._texts.items():
+            if text in self._alike and generated(self._alike[text].kernel) and problem in self._ordinary:
+                continue
             if problem not in self._known and (checked[text] < CHECKED or problem not in self._ordinary):
                 total += self._alike[text].checked_s if text in self._alike else usual
                 checked[text] += 1
@@ -216,6 +223,11 @@ class SharedBudget:
         """Seconds by the clock for a problem of such a share: while others wait, it leaves them half of the time."""
         left_s = self._ends - time.monotonic()
         return left_s if len(self._known) + 1 >= self._total else max(share_s, left_s / 2)
+
+
+def generated(kernel: Kernel) -> bool:
+    """Tell whether the text that a kernel is generated as is all of its code."""
+    return bool(kernel.text) and not kernel.parts
 
 
 def ordinary(problem: AnyProblem) -> bool:
