@@ -17,8 +17,9 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from tilewright.errors import InputError, TilewrightError, TypeMismatchError, check_type
 from tilewright.ir.safetensors import TensorFile
+from tilewright.linear.loaded import take_over_
 from tilewright.linear.module import Linear
-from tilewright.linear.replace import is_linear, is_transposed, maker, matrix, quantize_, why_not
+from tilewright.linear.replace import Replaced, is_linear, is_transposed, maker, matrix, quantize_, why_not
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -246,6 +247,29 @@ def _without_data(name: str, linear: torch.nn.Module, state: Mapping[str, torch.
         shapes = f"{[made.out_features, made.in_features]} for a layer of {list(dense.shape)}"
         raise TypeMismatchError(f"a weight of shape {shapes}", where=name, hint="the model that the folder was saved from")
     return made
+
+
+def accelerate_(model: torch.nn.Module, *, threads: int | None = None) -> Replaced:
+    """Replace layers that another tool quantised by `tilewright.Linear`, in place, with the same weights: those of GPTQModel,
+    AutoAWQ, compressed-tensors, torchao, and transformers' fp8. A model of transformers is then saved as `savable_` says.
+
+    Args:
+        model: what `from_pretrained` gave, before its first call (compressed-tensors makes floats of its weights then), or any
+            module that holds such layers.
+        threads: what the layers' `threads` is to be.
+
+    Returns:
+        Replaced: what was replaced, what was not, and why.
+
+    Raises:
+        InputError: the model holds no such layer, or is itself one.
+    """
+    from transformers import PreTrainedModel
+
+    replaced = take_over_(model, threads=threads)
+    if replaced.layers and isinstance(model, PreTrainedModel):
+        savable_(model)
+    return replaced
 
 
 def savable_(model: PreTrainedModel) -> PreTrainedModel:

@@ -1,4 +1,5 @@
-"""Models of transformers: `TilewrightConfig` for `from_pretrained`, `savable_` for models that were quantised otherwise.
+"""Models of transformers: `TilewrightConfig` for `from_pretrained`; `accelerate_` and `savable_` for models that were
+quantised otherwise.
 
 Importing this module registers the method "tilewright" with transformers, which then reads the folders that it wrote.
 """
@@ -12,9 +13,9 @@ from typing import TYPE_CHECKING
 from tilewright.errors import InputError
 
 if TYPE_CHECKING:
-    from tilewright.integrations._transformers import TilewrightConfig, TilewrightQuantizer, savable_
+    from tilewright.integrations._transformers import TilewrightConfig, TilewrightQuantizer, accelerate_, savable_
 
-__all__ = ["TilewrightConfig", "TilewrightQuantizer", "savable_"]
+__all__ = ["TilewrightConfig", "TilewrightQuantizer", "accelerate_", "savable_"]
 
 
 def _registered() -> ModuleType:

@@ -22,6 +22,7 @@ from tilewright.progress import said
 from tilewright.rules.calibrate import shares
 from tilewright.runtime.checkpoint import Checkpoint, some
 from tilewright.runtime.quantized_weight import QuantizedWeight, pack
+from tilewright.runtime.torchao_weights import is_torchao
 from tilewright.schedule.worker import begin
 from tilewright.threads import check
 
@@ -126,7 +127,7 @@ def quantize_(
     made: MutableMapping[torch.nn.Linear, Linear] = WeakKeyDictionary()
     floats: MutableMapping[torch.Tensor, str] = WeakTensorKeyDictionary()
     total = len(places)
-    if any(module.weight.is_cuda for *_, module in places):
+    if any(p.is_cuda for *_, module in places for p in module.parameters(recurse=False)):
         begin()  # what `prepare` will need
     with said("quantising linear layers") as progress:
         while places:
@@ -143,11 +144,25 @@ def quantize_(
             new.threads = threads
             setattr(parent, attribute, new)
     shared = {floats[p]: p.nbytes for p in model.parameters() if p in floats}
+    unused = tuple(n for n in given if n not in layers)
+    return report(model, layers, skipped, before, shared, unused)
+
+
+def report(
+    model: torch.nn.Module,
+    layers: Mapping[str, Linear],
+    skipped: Mapping[str, str],
+    before: int,
+    shared: Mapping[str, int] | None = None,
+    unused: tuple[str, ...] = (),
+) -> Replaced:
+    """The outcome for a model whose layers were replaced: `before` bytes of weights by `layers`; `shared` are the floats that
+    other modules hold, too, with their bytes."""
+    shared = shared or {}
     after = sum({m.packed: m.weight.nbytes for m in layers.values()}.values()) + sum(shared.values())
     schemes = {name: m.scheme for name, m in layers.items()}
     left = _left_in_float(model)
     held = sum({m.packed: m.weight.nbytes for m in model.modules() if isinstance(m, Linear)}.values())
-    unused = tuple(n for n in given if n not in layers)
     return Replaced(schemes, skipped, before, after, tuple(shared), unused, left, held + sum(left.values()))
 
 
@@ -253,6 +268,10 @@ def why_not(name: str, module: torch.nn.Linear, parent: torch.nn.Module, filter:
         return f"a {type(module).__name__}, whose owner may read its weight"
     if isinstance(parent, torch.nn.TransformerEncoderLayer):
         return "torch.nn.TransformerEncoderLayer reads its weight itself"
+    weight = getattr(module, "weight", None)  # which other tools' layers may lack
+    if weight is None or is_torchao(weight):
+        of = "another tool" if weight is None else "torchao"
+        return f"{of} quantised it: tilewright.integrations.transformers.accelerate_ takes it over"
     if hasattr(module, "_hf_hook"):
         return "accelerate moves its inputs by a hook, which would be lost"
     if module._forward_pre_hooks or module._forward_hooks:  # pyright: ignore[reportPrivateUsage] - there is no other way

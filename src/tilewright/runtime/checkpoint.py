@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
-from typing import cast
+from typing import Protocol, cast
 
 import msgspec
 import torch
@@ -42,6 +42,19 @@ _LOOKED_UP = "token_embd", "embed_tokens"  # matrices of GGUF files that no laye
 _TORCHAO = "_weight_"  # begins the names of the parts of a tensor
 
 
+class Tensors(Protocol):
+    """Tensors by name, each read when asked for."""
+
+    @property
+    def names(self) -> list[str]: ...
+
+    def shape(self, name: str) -> tuple[int, ...]: ...
+
+    def dtype(self, name: str) -> torch.dtype | None: ...
+
+    def tensor(self, name: str) -> torch.Tensor: ...
+
+
 class Checkpoint:
     """Tensors by name, and layers that stand for quantised weights; each is read when asked for.
 
@@ -51,7 +64,7 @@ class Checkpoint:
 
     layers: dict[str, str]
 
-    def __init__(self, files: Sequence[TensorFile | GgufFile], config: Mapping[str, object]) -> None:
+    def __init__(self, files: Sequence[Tensors], config: Mapping[str, object]) -> None:
         self._file = {name: file for file in files for name in file.names}
         self._config = config
         self.layers = dict(sorted(self._found()))
@@ -167,7 +180,10 @@ class Checkpoint:
     def _gptq(
         self, qweight: torch.Tensor, qzeros: torch.Tensor, scales: torch.Tensor, g_idx: torch.Tensor | None
     ) -> QuantizedWeight:
-        """A GPTQ layer, of the format version that its zero points show, or else the label."""
+        """A GPTQ layer, of the format version that a loaded module says, or its zero points show, or else the label."""
+        version = self._said("qzero_format")
+        if isinstance(version, int):
+            return from_gptq(qweight, qzeros, scales, g_idx, version=version)
         try:
             return from_gptq(qweight, qzeros, scales, g_idx)
         except InputError:
