@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from tilewright.m_dispatch import AnyRows, compile_rows
     from tilewright.product import matmul
     from tilewright.program import Program, load_program
+    from tilewright.racing import race
     from tilewright.rules.calibrate import scheme
     from tilewright.runtime.checkpoint import read_checkpoint, weights_of
     from tilewright.runtime.executable import Executable
@@ -44,6 +45,7 @@ __all__ = [
     "pack",
     "prepare",
     "quantize_",
+    "race",
     "read_checkpoint",
     "scheme",
     "weights_of",
@@ -59,6 +61,7 @@ _HOME = {
     "load_program": "tilewright.program",
     "matmul": "tilewright.product",
     "compile_rows": "tilewright.m_dispatch",
+    "race": "tilewright.racing",
     "AnyRows": "tilewright.m_dispatch",
     "Program": "tilewright.program",
     "Executable": "tilewright.runtime.executable",

@@ -29,7 +29,7 @@ FLOORS = (
     {"program"},
     {"any_shape"},
     {"compiler"},
-    {"product", "m_dispatch"},
+    {"product", "m_dispatch", "racing"},
     {"linear", "jax", "dynamo", "ort", "onnx_backend"},
     {"integrations"},
     {"cli"},

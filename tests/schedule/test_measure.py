@@ -360,7 +360,9 @@ def test_sources_are_random_never_zeros_and_repeat_with_their_seed():
 def examined(text: str, runner):
     problem = posed(text)
     sources = random_sources(problem)
+    before = [t.clone() for t in sources]
     fault = examine(problem, expect(problem, sources), runner, sources)
+    assert all(torch.equal(t, was) for t, was in zip(sources, before, strict=True))  # for those that are examined next
     return None if fault is None else fault.why
 
 

@@ -278,6 +278,45 @@ class Product(msgspec.Struct, frozen=True):
     mispredicted: list[str] = msgspec.field(default_factory=list[str])
 
 
+class Contender(msgspec.Struct, frozen=True, kw_only=True):
+    """A function in a race, ours among them.
+
+    `error` is the largest that it made, beside the `bound` there, in the unit that `measure` says: of one "element", or the
+    "root mean square" of a result's errors relative to that of the result. `why` says what is wrong, and None of what is
+    right. Times are quartiles of its `rounds`; `ratio` is its time over ours, the median over rounds that both ran.
+    """
+
+    name: str
+    right: bool
+    why: str | None
+    error: float | None
+    bound: float | None
+    measure: str
+    low_us: float | None = None
+    median_us: float | None = None
+    high_us: float | None = None
+    rounds: int = 0
+    ratio: float | None = None
+    peak_fraction: float | None = None
+    notes: list[str] = msgspec.field(default_factory=list[str])
+
+
+class Race(msgspec.Struct, frozen=True, kw_only=True):
+    """Functions beside ours. `limit_us`: the least time that the machine's ceilings allow; `verdict`: a sentence on who is
+    fastest; `products`: an account of ours, with why each kernel was chosen; `notes`: on how the race was run."""
+
+    noise: str = ""
+    program: str
+    target: str
+    inputs: list[Input]
+    contenders: list[Contender]
+    fastest: str
+    verdict: str
+    limit_us: float
+    products: list[Product]
+    notes: list[str] = msgspec.field(default_factory=list[str])
+
+
 class Explain(msgspec.Struct, frozen=True, kw_only=True):
     """`explain --json`. `noise`: why times of its products are not reliable, "" if they are; `notes`: a sentence on each
     installed package that is newer than those that were tried."""

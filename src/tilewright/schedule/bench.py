@@ -67,6 +67,8 @@ class Bench:
     """
 
     expect_s: float
+    dense: bool = False  # kernels are given dense sources alone
+    patient: bool = False  # one that takes far longer than the others is examined all the same
 
     def __init__(
         self,
@@ -94,7 +96,7 @@ class Bench:
         self._problem, self._target, self._watched, self._counts = problem, target, watched, counts
         self._pulse, self._at = pulse, at
         given = {i: t.to(target.device) for i, t in weights.items() if problem.weights[i]}
-        sources = self._on_device(lambda: random_sources(problem, given=given)) or random_sources(problem, given=given)
+        sources = self._drawn(given)
         drawn = {i: guarded(t.to(target.device)) for i, t in enumerate(sources) if i not in given}
         self._sources = [drawn[i] if i in drawn else given[i] for i in range(len(problem.types))]
         self._guarded = list(drawn.values())
@@ -107,6 +109,11 @@ class Bench:
         self._runners: dict[int, Runner] = {}
         self.expect_s = 0.0
         self.lost: dict[int, Attempt] = {}
+
+    def _drawn(self, given: Mapping[int, torch.Tensor]) -> Sequence[torch.Tensor]:
+        """The sources to measure with; those in `given` are what they are."""
+        problem = self._problem
+        return self._on_device(lambda: random_sources(problem, given=given)) or random_sources(problem, given=given)
 
     def attempt(self, key: int, candidate: Candidate, schedule: Schedule) -> Attempt:
         """Build and verify a point; `times` knows it by `key` if it passes."""
@@ -179,7 +186,8 @@ class Bench:
                         counts=counts,
                         watched=self._watched,
                         pulse=self._pulse,
-                        pace=self._pace,
+                        pace=None if self.patient else self._pace,
+                        dense=self.dense,
                     )
                 if fault is None and not all(intact(t) for t in self._guarded):
                     fault = Fault("failed", "it writes beside its sources")

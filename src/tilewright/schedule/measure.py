@@ -63,12 +63,13 @@ def examine(
     sources: Sequence[torch.Tensor],
     *,
     exactly: bool = False,
+    dense: bool = False,
     counts: Sequence[int] = (),
     watched: bool = True,
     pulse: Callable[[], None] = lambda: None,
     pace: Pace | None = None,
 ) -> Fault | None:
-    """None if a runner may be trusted with `sources`, else the reason why not.
+    """None if a runner may be trusted with `sources`, else the reason why not. Sources that it writes are put right again.
 
     It runs on other data first, so that a result kept from an earlier call shows; then on `sources` laid out in memory
     otherwise, as a program's views will hand them over; with rows more than 2^31 bytes apart, where offsets of 32 bits end; as
@@ -79,11 +80,20 @@ def examine(
         problem, expected, runner: the problem, the results it must have, and the kernel's runner.
         sources: made by `guard.guarded`, or weights.
         exactly: its results may not depend on the number of threads, to the last bit.
+        dense: it is only ever given dense sources.
         counts: numbers of threads for the repetitions in turn; as many as there are now by default.
         watched: put what it asks of torch into `guard.Watch`, whose first use in a process takes a second.
         pulse: called after each run: a sign of life.
         pace: time of the kernels examined before, on the same sources; one that is far slower is refused after three runs.
     """
+    tables = problem.large_tables if isinstance(problem, FusionProblem) else {}
+    seen = [i for i in range(len(sources)) if i not in tables]  # a table is neither copied nor read whole
+
+    def of(given: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """The sources that a kernel may not write, of a table its first and last rows alone."""
+        ends = [part for i, rows in tables.items() for part in (given[i][:rows], given[i][-rows:])]
+        return [*(given[i] for i in seen), *ends]
+
     device = str(sources[0].device) if sources else "cpu"
     outputs = [(t.shape, t.dtype.to_torch()) for t in problem.outputs]
     watch, own = Watch(), Threads()
@@ -108,59 +118,60 @@ def examine(
         made = [None if weight else f(t) for t, weight in zip(sources, problem.weights, strict=True)]
         return [t if m is None else m for t, m in zip(sources, made, strict=True)]
 
-    tables = problem.large_tables if isinstance(problem, FusionProblem) else {}
-    seen = [i for i in range(len(sources)) if i not in tables]  # a table is neither copied nor read whole
-
-    def of(given: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """The sources that a kernel may not write, of a table its first and last rows alone."""
-        ends = [part for i, rows in tables.items() for part in (given[i][:rows], given[i][-rows:])]
-        return [*(given[i] for i in seen), *ends]
-
     before = [t.clone() for t in of(sources)]
-    others = variant(lambda t: guarded(_other_data(t)))
-    first = run(others)
-    kept = [t.clone() for t in first]
-    laid_out = variant(otherwise_laid_out)
-    why = check(problem, expected, run(laid_out))
-    if why is not None:
-        plain = check(problem, expected, run(sources))
-        return Fault("wrong", why if plain is not None else f"{why} (only when its sources are not contiguous)")
-    again = run(sources)
-    if min(took_s) > max(SLOW_S, SLOWER * pace.fastest_s):
-        ratio = min(took_s) / pace.fastest_s
-        return Fault("slower", f"slower: a run took {min(took_s) * 1e3:.0f} ms, {ratio:.1f} times the fastest so far")
-    why = check(problem, expected, again)
-    if why is not None:
-        return Fault("wrong", why)
-    if not _all_same(before, of(sources)) or not _all_same(before, of(laid_out)):
-        return Fault("failed", "it writes its sources")
-    right = [t.clone() for t in again]
-    far = variant(with_wide_strides)
-    if any(a is not b for a, b in zip(far, sources, strict=True)):
-        results = run(far)
-        why = None if _all_same(right, results) else check(problem, expected, results)
+
+    def fault() -> Fault | None:
+        others = variant(lambda t: guarded(_other_data(t)))
+        first = run(others)
+        kept = [t.clone() for t in first]
+        laid_out = variant(guarded if dense else otherwise_laid_out)
+        why = check(problem, expected, run(laid_out))
         if why is not None:
-            return Fault("wrong", f"{why} (only when its sources reach past 2^31 bytes)")
-    del far
-    for repeat in range(REPEATS):
-        with limited(counts[repeat % len(counts)] if counts else None, gathered=True):
-            results = run(sources)
-        if not _all_same(right, results):
-            if exactly:
-                return Fault("failed", "it gave other results when it ran again: a race, or memory that it does not write")
-            why = check(problem, expected, results)
+            plain = check(problem, expected, run(sources))
+            return Fault("wrong", why if plain is not None else f"{why} (only when its sources are not contiguous)")
+        again = run(sources)
+        if min(took_s) > max(SLOW_S, SLOWER * pace.fastest_s):
+            ratio = min(took_s) / pace.fastest_s
+            return Fault("slower", f"slower: a run took {min(took_s) * 1e3:.0f} ms, {ratio:.1f} times the fastest so far")
+        why = check(problem, expected, again)
+        if why is not None:
+            return Fault("wrong", why)
+        if not _all_same(before, of(sources)) or not _all_same(before, of(laid_out)):
+            return Fault("failed", "it writes its sources")
+        right = [t.clone() for t in again]
+        far = variant(lambda t: None if dense else with_wide_strides(t))
+        if any(a is not b for a, b in zip(far, sources, strict=True)):
+            results = run(far)
+            why = None if _all_same(right, results) else check(problem, expected, results)
             if why is not None:
-                return Fault("wrong", f"{why} (only when it ran again)")
-    if not _all_same(kept, first):
-        return Fault("failed", "a result changed when it ran again: it gives memory that it writes later")
-    if not _all_same(before, of(sources)):
-        return Fault("failed", "it writes its sources")
-    if not watch.intact():
-        return Fault("failed", "it writes beside its results")
-    if not all(intact(t) for t, weight in zip((*others, *laid_out), problem.weights * 2, strict=True) if not weight):
-        return Fault("failed", "it writes beside its sources")
-    pace.fastest_s = min(pace.fastest_s, *took_s)
-    return None
+                return Fault("wrong", f"{why} (only when its sources reach past 2^31 bytes)")
+        del far
+        for repeat in range(REPEATS):
+            with limited(counts[repeat % len(counts)] if counts else None, gathered=True):
+                results = run(sources)
+            if not _all_same(right, results):
+                if exactly:
+                    return Fault("failed", "it gave other results when it ran again: a race, or memory that it does not write")
+                why = check(problem, expected, results)
+                if why is not None:
+                    return Fault("wrong", f"{why} (only when it ran again)")
+        if not _all_same(kept, first):
+            return Fault("failed", "a result changed when it ran again: it gives memory that it writes later")
+        if not _all_same(before, of(sources)):
+            return Fault("failed", "it writes its sources")
+        if not watch.intact():
+            return Fault("failed", "it writes beside its results")
+        if not all(intact(t) for t, weight in zip((*others, *laid_out), problem.weights * 2, strict=True) if not weight):
+            return Fault("failed", "it writes beside its sources")
+        pace.fastest_s = min(pace.fastest_s, *took_s)
+        return None
+
+    try:
+        return fault()
+    finally:
+        for t, was in zip(of(sources), before, strict=True):
+            if not _same(t, was):
+                t.copy_(was)
 
 
 def _other_data(t: torch.Tensor) -> torch.Tensor:

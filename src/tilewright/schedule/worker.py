@@ -8,7 +8,9 @@ worker maps, whatever number of candidates reads them. Standard error of the wor
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
+import importlib.util
 import io
 import itertools
 import mmap
@@ -17,11 +19,11 @@ import pickle
 import socket
 import struct
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -30,7 +32,7 @@ from tilewright.errors import say
 from tilewright.hardware.detect import cpu
 from tilewright.hardware.target import Target
 from tilewright.ir.literal import Literal, bits_of
-from tilewright.schedule.bench import UNCHECKED, Attempt, Bench, unchecked
+from tilewright.schedule.bench import UNCHECKED, Attempt, Bench, failure, unchecked
 from tilewright.schedule.candidate import (
     LAST_RESORT,
     Candidate,
@@ -41,6 +43,7 @@ from tilewright.schedule.candidate import (
     own_candidates,
     planned,
 )
+from tilewright.schedule.contest import Calling, ContestBench, ContestProblem, Function, contender
 from tilewright.schedule.fork_server import (
     KEY,
     PULSE,
@@ -60,17 +63,20 @@ LIMIT_S = 4.0  # without a sign of life, beside what the right results took
 GPU_LIMIT_S = 30.0  # where compiling a kernel, or the driver's first call, takes seconds
 SMALL_BYTES = 1 << 16  # weights below this travel in the message
 
-Address = tuple[str, str | None]
+Address = tuple[str, str | bytes | None]
 
 
 def address(candidate: Candidate) -> Address | None:
-    """The address by which another process finds a candidate: its name and, for one from a folder of its own, that folder.
+    """The address by which another process finds a candidate: its name and, for one from a folder of its own, that folder; for
+    a function that somebody gave, the function itself.
 
     A candidate that is a part of another (`buckets.PackingVariants`) has that one's address: schedules tell them apart.
     """
     candidate = getattr(candidate, "candidate", candidate)
     if candidate.package:
         return candidate.name, None
+    if isinstance(candidate.plan, Calling):
+        return None if candidate.plan.carried is None else (candidate.name, candidate.plan.carried)
     module = sys.modules.get(candidate.plan.__module__)
     if module is None or module.__file__ is None:
         return None
@@ -80,6 +86,30 @@ def address(candidate: Candidate) -> Address | None:
     own = Path(importlib.import_module("tilewright.candidates").__path__[0])
     file = Path(module.__file__)
     return candidate.name, None if own in file.parents else str(file.parent)
+
+
+def carried(function: Function) -> bytes:
+    """What another process makes a function of. Functions of modules go by name; those of a script, of a notebook or within
+    another function by value, for which the package cloudpickle is needed.
+
+    Raises:
+        UnavailableError: it cannot be sent.
+    """
+    inner: Any = function
+    while isinstance(inner, functools.partial):
+        inner = inner.func
+    name = getattr(inner, "__name__", type(inner).__name__)
+    if importlib.util.find_spec("cloudpickle") is not None:
+        dumps: Callable[[object], bytes] = importlib.import_module("cloudpickle").dumps
+    elif getattr(inner, "__module__", None) in (None, "__main__", "builtins"):
+        raise UnavailableError(f"{name} is of no module that another process could import, and cloudpickle is not installed")
+    else:
+        dumps = pickled
+    try:
+        return dumps(function)
+    except Exception as error:  # whatever an object raises that does not go into a pickle
+        said = (str(error).splitlines() or [type(error).__name__])[0]
+        raise UnavailableError(f"{name} cannot be sent to another process ({said[:120]})") from None
 
 
 def begin() -> None:
@@ -119,8 +149,17 @@ class HostedBench:
 
     expect_s: float
 
-    def __init__(self, problem: AnyProblem, target: Target, weights: Mapping[int, torch.Tensor], *, cold: bool = False) -> None:
-        """Wait until no other thread's bench is open: two would disturb each other's times.
+    def __init__(
+        self,
+        problem: AnyProblem | ContestProblem,
+        target: Target,
+        weights: Mapping[int, torch.Tensor],
+        *,
+        cold: bool = False,
+        limit_s: float | None = None,
+    ) -> None:
+        """Wait until no other thread's bench is open: two would disturb each other's times. `limit_s`: seconds that a kernel
+        may give no sign of life.
 
         Raises:
             UnavailableError: there is no worker, or the problem cannot be sent.
@@ -128,7 +167,7 @@ class HostedBench:
         self.lost: dict[int, Attempt] = {}
         self._passed: dict[int, tuple[Address, Schedule]] = {}
         self._problem, self._target, self.expect_s = problem, target, 0.0
-        self._limit_s = LIMIT_S if target.kind == "cpu" else GPU_LIMIT_S
+        self._limit_s = limit_s or (LIMIT_S if target.kind == "cpu" else GPU_LIMIT_S)
         self._fork_server = used_fork_server()
         try:
             tables = problem.large_tables if isinstance(problem, FusionProblem) else {}
@@ -191,6 +230,13 @@ class HostedBench:
                     alive.remove(key)
                     del self._passed[key]
         return Race(dict.fromkeys(keys, Laps()))
+
+    def results(self, key: int) -> tuple[list[torch.Tensor], list[torch.Tensor]] | None:
+        """See `ContestBench.results`; None also where it does not come back."""
+        try:
+            return self._ask(("results", key), self._limit_s)
+        except DiedError:
+            return None
 
     def close(self) -> None:
         """Let the next bench have the worker."""
@@ -318,7 +364,7 @@ class _Host:
                 continue
             if word == "again":
                 given[1] = _find(given[1])
-            asked = self._bench if word in ("again", "times", "verify") else self
+            asked = self._bench if word in ("again", "times", "verify", "results") else self
             answer = getattr(asked, word if asked is self._bench else f"_{word}")(*given)
             self._connection.send_bytes(pickled((answer, self._healthy())))
 
@@ -339,7 +385,9 @@ class _Host:
         struct.pack_into("q", self._shared, KEY, key)
         self._pulse()
 
-    def _open(self, problem: AnyProblem, target: Target, settings: dict[str, Any], places: Sequence[Any]) -> None:
+    def _open(
+        self, problem: AnyProblem | ContestProblem, target: Target, settings: dict[str, Any], places: Sequence[Any]
+    ) -> None:
         threads.adopt(settings["threads"])
         torch.set_float32_matmul_precision(settings["precision"])
         discover()  # importing plug-ins takes what time it takes
@@ -363,9 +411,15 @@ class _Host:
                 weights[i] = memory[at : at + size].view(dtype).view(shape)
         most = settings["threads"]
         counts = (most, 1 + most // 2, most) if most > 1 else ()
-        self._bench = Bench(
-            problem, target, weights, watched=True, cold=settings["cold"], counts=counts, pulse=self._pulse, at=self._at
-        )
+        how: dict[str, Any] = {
+            "watched": True,
+            "cold": settings["cold"],
+            "counts": counts,
+            "pulse": self._pulse,
+            "at": self._at,
+        }
+        made = ContestBench if isinstance(problem, ContestProblem) else Bench
+        self._bench = made(cast("Any", problem), target, weights, **how)
 
     def _compile(self, problem: AnyProblem, target: Target, settings: dict[str, Any], name: str, at: int | Schedule) -> None:
         """Compile a candidate's point, or the one of a number, if there is such a point. What fails here fails again where it
@@ -380,7 +434,11 @@ class _Host:
 
     def _build(self, key: int, where: Address, schedule: Schedule) -> tuple[Schedule, Fault | None, float]:
         assert self._bench is not None
-        attempt = self._bench.build(key, _find(where), schedule)
+        try:
+            found = _find(where)
+        except Exception as error:  # a function whose module cannot be imported here
+            return schedule, Fault("unbuilt", failure("it cannot be had in another process", error)), 0.0
+        attempt = self._bench.build(key, found, schedule)
         return attempt.schedule, attempt.fault, 0.0 if attempt.kernel is None else attempt.kernel.roundoff
 
     def _expect(self, roundoff: float) -> tuple[float, Fault | None]:
@@ -394,4 +452,6 @@ class _Host:
 
 def _find(where: Address) -> Candidate:
     name, folder = where
+    if isinstance(folder, bytes):
+        return contender(name, pickle.loads(folder))
     return next(c for c in discover([Path(folder)] if folder is not None else []) if c.name == name)

@@ -155,16 +155,21 @@ def _end_to_end(
 def _output_gap(node: Node, got: torch.Tensor, reference: torch.Tensor, tolerances: Tolerances) -> Gap:
     if got.shape != reference.shape or got.dtype != reference.dtype:
         return Gap(0.0, 0.0, f"it is {got.dtype}{list(got.shape)}, {node.type} wanted")
-    coarsest = _coarsest_rounding(node)
+    coarsest = coarsest_rounding(node)
     if coarsest is None:
         return exact_gap(got, reference)
     if tolerances.given and node.tensor.dtype.is_float:
         return tolerated_gap(got, reference, tolerances)
+    return rms_gap(got, reference, rms_bound(coarsest))
+
+
+def rms_bound(coarsest: float) -> float:
+    """The bound on the error of a whole program, of which the coarsest relative rounding is given."""
     low, high = PROGRAM_RMS
-    return rms_gap(got, reference, min(max(low, PROGRAM_ROUNDINGS * coarsest), high))
+    return min(max(low, PROGRAM_ROUNDINGS * coarsest), high)
 
 
-def _coarsest_rounding(root: Node) -> float | None:
+def coarsest_rounding(root: Node) -> float | None:
     """The largest relative rounding among the floats, and the integers made of floats, behind a value; None without floats."""
     found: float | None = None
     for node in _with_regions(toposort((root,))):
