@@ -61,12 +61,10 @@ class Decode(torch.nn.Module):
     def operand(self, cache: torch.Tensor, scale: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
         """Keys or values as [batch, heads of keys, keys, columns] in bf16."""
         batch, _, heads, keys, _ = self.shape
-        if self.form.scales:
-            scale = scale[:, None] if self.form.scales == "head" else scale[..., None]
-            if self.form.paged and self.form.scales == "token":
-                scale = scale[table]
+        if self.form.paged and self.form.scales == "token":
+            scale = scale[table]
         x = cache[table] if self.form.paged else cache
-        x = x.float() * scale if self.form.scales else x
+        x = x.float() * scale[..., None] if self.form.scales else x
         x = x.reshape(batch, keys, heads, -1).transpose(1, 2)
         return x.float() if self.wide else x.to(torch.bfloat16)
 

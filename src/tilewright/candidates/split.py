@@ -1,5 +1,5 @@
 """Gemms split again and timed as a whole against the folded form: joined ones by store, any by product and epilogue, and
-those with a computed operand by prologue and product."""
+those with a computed operand by prologue and product. Attentions over paged caches, by the blocks' copies and the rest."""
 
 from __future__ import annotations
 
@@ -12,11 +12,13 @@ import torch
 
 from tilewright.errors import UnsupportedError
 from tilewright.hardware.target import Target
+from tilewright.ir.anchor import operands_of, rebuilt, stores_of
 from tilewright.ir.build import convert, slice_
 from tilewright.ir.expression import make_gemm
 from tilewright.ir.graph import Node, substitute, toposort
-from tilewright.ir.ops import VIEWS, Acc, Concat, Convert, Dequantize, Gemm, Param, Slice, Transpose
+from tilewright.ir.ops import VIEWS, Acc, Concat, Convert, Dequantize, Gather, Gemm, Param, Slice, Transpose
 from tilewright.schedule.candidate import (
+    ATTENTION,
     CPU,
     GEMM,
     GPU,
@@ -34,7 +36,7 @@ from tilewright.schedule.candidate import (
 )
 from tilewright.schedule.candidate import Plan as AnyPlan
 from tilewright.schedule.cost import passes, predict, predict_us
-from tilewright.schedule.problem import AnyProblem, FusionProblem, Problem, fusion_of, problem_of
+from tilewright.schedule.problem import AnyProblem, AttentionProblem, FusionProblem, Problem, fusion_of, problem_of
 from tilewright.schedule.recipe import Built, Parts, Split, describe, recipe_of
 from tilewright.schedule.search import search
 
@@ -114,9 +116,7 @@ def by_operands(problem: Problem) -> list[Piece]:
         node = computed(root, problem.weights)
         if node is None or node in made:
             continue
-        region, order = fusion_of([n for n in toposort((node,)) if isinstance(n.op, Param)], (node,))
-        places = tuple(n.op.index for n in order if isinstance(n.op, Param))
-        pieces.append(Piece(replace(region, weights=tuple(problem.weights[i] for i in places)), places))
+        pieces.append(_alone(problem, node))
         made[node] = Node(Param(len(own) + len(made), node.tensor))
     lhs, rhs = substitute((op.lhs, op.rhs), made)
     values = (*own, *made.values())
@@ -124,6 +124,33 @@ def by_operands(problem: Problem) -> list[Piece]:
     places = tuple(values.index(s) for s in product.src)
     weights = tuple(i < len(own) and problem.weights[i] for i in places)
     return [*pieces, Piece(replace(problem_of(product), weights=weights), places)]
+
+
+def by_pages(problem: AttentionProblem) -> list[Piece]:
+    """Fusions that copy the blocks that tables pick, one result each, and then the attention over what lies in memory."""
+    node, own = problem.node, problem.node.src
+    pieces: list[Piece] = []
+    made: dict[Node, Node] = {}
+    for n in picked(problem):
+        pieces.append(_alone(problem, n))
+        made[n] = Node(Param(len(own) + len(made), n.tensor))
+    values = (*own, *made.values())
+    rest = rebuilt(node, substitute(operands_of(node), made), stores_of(node), values)
+    places = tuple(values.index(s) for s in rest.src)
+    weights = tuple(i < len(own) and problem.weights[i] for i in places)
+    return [*pieces, Piece(replace(problem_of(rest), weights=weights), places)]
+
+
+def picked(problem: AttentionProblem) -> list[Node]:
+    """What tables pick in an attention's operands."""
+    return [n for n in toposort(operands_of(problem.node)) if isinstance(n.op, Gather)]
+
+
+def _alone(problem: Problem | AttentionProblem, node: Node) -> Piece:
+    """What an operand is made of as a fusion with one result."""
+    region, order = fusion_of([n for n in toposort((node,)) if isinstance(n.op, Param)], (node,))
+    places = tuple(n.op.index for n in order if isinstance(n.op, Param))
+    return Piece(replace(region, weights=tuple(problem.weights[i] for i in places)), places)
 
 
 def computed(root: Node, weights: Sequence[bool]) -> Node | None:
@@ -171,14 +198,14 @@ def _columns(root: Node, axis: int, start: int, stop: int) -> Node:
 
 @dataclass(frozen=True)
 class Plan:
-    """The ways in which a gemm can be split, by name.
+    """The ways in which a gemm or an attention can be split, by name.
 
     Pieces are chosen by searches of their own, with random weights, which a GPU reads from memory, as it does most models',
     and a CPU where the last call left them. The whole is then verified and timed as any other candidate is. A kernel's schedule
     names its pieces, so that none of them is searched for twice.
     """
 
-    problem: Problem
+    problem: Problem | AttentionProblem
     target: Target
     ways: tuple[str, ...]
 
@@ -223,21 +250,23 @@ class Plan:
 
     def leading(self) -> Schedule | None:
         """The operands by steps of their own, where that is expected to take less than computing them in every tile that reads
-        them: unmeasured, each piece by the first kernel that takes it. None where it is not."""
-        if OPERANDS not in self.ways:
+        them: unmeasured, each piece by the first kernel that takes it. Blocks are copied where no generated kernel reads them
+        where they lie. None where it is not."""
+        way = next((w for w in (OPERANDS, PAGES) if w in self.ways), None)
+        if way is None:
             return None
         whole = _first(self.problem, self.target)
-        if whole is not None and self.target.kind == "cpu" and whole[0].preference < min(MATRIX_LIBRARIES):
+        if whole is not None and whole[0].preference < min(MATRIX_LIBRARIES) and (way == PAGES or self.target.kind == "cpu"):
             return None  # packing computes each element once, as a step of its own would, and saves the pass
         split_us, kernels = 0.0, list[tuple[str, Schedule]]()
-        for piece in by_operands(self.problem):
+        for piece in _pieces(self.problem, way):
             first = _first(piece.problem, self.target)
             if first is None:
                 return None
             split_us += _expected_us(*first, piece.problem, self.target)
             kernels.append((first[0].name, first[1]))
-        fused_us = math.inf if whole is None else _expected_us(*whole, self.problem, self.target)
-        return _with_pieces(OPERANDS, kernels) if split_us < fused_us else None
+        fused_us = math.inf if whole is None or way == PAGES else _expected_us(*whole, self.problem, self.target)
+        return _with_pieces(way, kernels) if way == PAGES or split_us < fused_us else None
 
     def pieces(self) -> list[AnyProblem]:
         """The problems that searches are made for."""
@@ -250,9 +279,15 @@ class Plan:
         return all(point in _plan_of(p, name, self.target).schedules() for p, (name, point) in pieces)
 
 
-def plan(problem: Problem, target: Target) -> Plan | Refusal:
-    """Take gemms with something to take apart: computed operands, several stores, or work between product and store; else a
-    refusal."""
+def plan(problem: Problem | AttentionProblem, target: Target) -> Plan | Refusal:
+    """Take gemms with something to take apart: computed operands, several stores, or work between product and store; attentions
+    of which a table picks keys or values; else a refusal."""
+    if isinstance(problem, AttentionProblem):
+        return (
+            Plan(problem, target, (PAGES,))
+            if picked(problem)
+            else Refusal("keys and values are in no blocks that a table picks")
+        )
     op = problem.op
     ways: list[str] = []
     if any(computed(root, problem.weights) is not None for root in (op.lhs, op.rhs)):
@@ -288,14 +323,20 @@ def in_order(pieces: Sequence[Piece], kernels: Sequence[Kernel], weights: Mappin
     return describe(run, recipe)
 
 
-OPERANDS = "operands"
+OPERANDS, PAGES = "operands", "pages"
 _BY = "by"  # the knob that names each piece's candidate; those of piece 0's own point are called 0.NAME
 
 
-def pieces_of(problem: Problem, schedule: Schedule) -> list[Piece]:
-    """The problems into which a point splits a gemm."""
+def pieces_of(problem: Problem | AttentionProblem, schedule: Schedule) -> list[Piece]:
+    """The problems into which a point splits a gemm or an attention."""
+    return _pieces(problem, str(schedule["at"]))
+
+
+def _pieces(problem: Problem | AttentionProblem, way: str) -> list[Piece]:
+    if isinstance(problem, AttentionProblem):
+        return by_pages(problem)
     ways = {OPERANDS: by_operands, "stores": by_store, "epilogue": by_epilogue}
-    return ways[str(schedule["at"])](problem)
+    return ways[way](problem)
 
 
 def _with_pieces(way: Knob, kernels: Sequence[tuple[str, Schedule]]) -> Schedule:
@@ -348,4 +389,4 @@ def _plan_of(piece: Piece, name: str, target: Target) -> AnyPlan:
     return plan_for(found, piece.problem, target)
 
 
-CANDIDATE = Candidate("split", GEMM, CPU | GPU, 50, plan)
+CANDIDATE = Candidate("split", GEMM | ATTENTION, CPU | GPU, 50, plan)

@@ -14,6 +14,7 @@ from tilewright.ir.ops import (
     Call,
     Convert,
     Dequantize,
+    Gather,
     Gemm,
     Input,
     Item,
@@ -91,7 +92,8 @@ def compute_cached_keys_where_they_are_read(m: Match) -> Node | None:
 
     As a cache of codes is written out: (codes - zero) * scale + offset, with scales narrowed on the way. Where: f is of
     functions of an instruction or two, selects, casts and views; it reads 8-bit codes, or is smaller than the keys, as their
-    scales are; queries are few, so that each key is read by one tile; nothing else reads f; it is made of what lies in memory.
+    scales are; queries are few, so that each key is read by one tile; nothing else reads f; it is made of what lies in memory,
+    where a table may pick blocks.
     Exact: yes.
     """
     node = m.node
@@ -104,8 +106,8 @@ def compute_cached_keys_where_they_are_read(m: Match) -> Node | None:
             if not isinstance(leaf.op, Param) or leaf in beside:
                 continue
             source = node.src[leaf.op.index]
-            found = prologue_of(source)
-            if found is None or all(isinstance(n.op, VIEWS) for n in found) or not all(_quick(n) for n in found):
+            found = prologue_of(source, picks=True)
+            if found is None or all(isinstance(n.op, (*VIEWS, Gather)) for n in found) or not all(_quick(n) for n in found):
                 continue
             if not few_queries(node):
                 return None
@@ -154,9 +156,10 @@ def compute_side_input_in_the_store(m: Match) -> Node | None:
     return None
 
 
-def prologue_of(top: Node) -> list[Node] | None:
+def prologue_of(top: Node, *, picks: bool = False) -> list[Node] | None:
     """The elementwise operations and views between `top` and what lies in memory whoever reads it, sources first; None if there
-    are none, too many, or another kind of step is among them, which then computes them with what it gives."""
+    are none, too many, or another kind of step is among them, which then computes them with what it gives. `picks`: slices that
+    a table picks out of what lies in memory are no other kind."""
     order: list[Node] = []
     seen: set[Node] = set()
     pending = [(top, False)]
@@ -167,11 +170,14 @@ def prologue_of(top: Node) -> list[Node] | None:
             continue
         if n in seen or _in_memory(n):
             continue
-        if not isinstance(n.op, (*ELEMENTWISE, *VIEWS)) or isinstance(n.op, Quantize) or len(seen) >= LONG_WAY:
+        fine = isinstance(n.op, (*ELEMENTWISE, *VIEWS)) and not isinstance(n.op, Quantize)
+        if isinstance(n.op, Gather):
+            fine = picks and not n.op.elementwise and _in_memory(n.src[0])
+        if not fine or len(seen) >= LONG_WAY:
             return None
         seen.add(n)
         pending.append((n, True))
-        pending.extend((s, False) for s in reversed(n.src))
+        pending.extend((s, False) for s in reversed(n.src[1:] if isinstance(n.op, Gather) else n.src))
     return order or None
 
 

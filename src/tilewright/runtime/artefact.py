@@ -64,7 +64,7 @@ from tilewright.runtime.executable import E, Executable, Inner, Posed, Step, cho
 from tilewright.runtime.partition import Kind as PartKind
 from tilewright.runtime.partition import Part
 from tilewright.schedule.candidate import Kernel, Runner, Schedule, concerns, discover, plan_for
-from tilewright.schedule.problem import AnyProblem, FusionProblem, Problem, ProblemKind
+from tilewright.schedule.problem import AnyProblem, AttentionProblem, FusionProblem, Problem, ProblemKind
 from tilewright.schedule.recipe import Built, Called, Launched, Prepared, Recipe, Split, recipe_of
 from tilewright.schedule.record import RejectedRecord, Time
 from tilewright.schedule.search import Decision, Rejected
@@ -746,12 +746,12 @@ class _Reader(Generic[E]):
         if isinstance(recipe, Launched):
             return self._launched(recipe, problem, weights)
         if isinstance(recipe, Split):
-            if not isinstance(problem, Problem):
-                raise self._container.broken("what is split is no gemm")
+            if not isinstance(problem, Problem | AttentionProblem):
+                raise self._container.broken("what is split is no product")
             pieces = split.pieces_of(problem, schedule)
             named = split.chosen_of(schedule)
             if not len(pieces) == len(named) == len(recipe.pieces):
-                raise self._container.broken("a gemm is split into other pieces")
+                raise self._container.broken("a product is split into other pieces")
             kernels = [
                 Kernel(name, point, partial(self._runner, r, p.problem, point))
                 for p, (name, point), r in zip(pieces, named, recipe.pieces, strict=True)

@@ -181,18 +181,20 @@ def test_a_cache_that_lies_by_tokens_is_read_where_it_is():
 
 
 def paged(dtype=BF16, codes=None, table=S64, wraps=True, mask=True, blocks=20, each=16, picked=5):
-    """Blocks of tokens of a cache, picked by a table, as serving engines keep keys and values; of codes with a scale a head."""
+    """Blocks of tokens of a cache, picked by a table, as serving engines keep keys and values; of codes with scales by tokens,
+    in blocks, too."""
     batch, heads, key_heads, depth, keys = 2, 4, 2, 16, each * picked
     src = [input_("q", dtype, (batch, heads, 1, depth))]
     src += [input_(n, codes or dtype, (blocks, each, key_heads, depth)) for n in "kv"]
     src += [input_("table", table, (batch, picked)), input_("shown", PRED, (batch, 1, 1, keys))]
-    src += [input_("scale", F32, (1, 1, key_heads, 1))] * (codes is not None)
+    src += [input_("scale", F32, (blocks, each, key_heads, 1))] * (codes is not None)
     q, k, v, index, shown, *scale = (Node(Param(i, s.tensor)) for i, s in enumerate(src))
 
     def operand(cache):
         x = reshape(Node(Gather(0, wraps=wraps), cache, index), (batch, keys, key_heads, depth))
         if codes is not None:
-            x = convert(map_("multiply", convert(x, F32), broadcast(scale[0], x.shape)), dtype)
+            by = reshape(Node(Gather(0, wraps=wraps), scale[0], index), (batch, keys, key_heads, 1))
+            x = convert(map_("multiply", convert(x, F32), broadcast(by, x.shape)), dtype)
         return transpose(x, (0, 2, 1, 3))
 
     return Node(Attention(0.25, operands=(q, operand(k), operand(v), shown)), *src)
@@ -305,8 +307,9 @@ def test_programs_that_leave_room_on_an_sm_are_not_followed_early():
         assert point.launch_early is (True if 8 * (point.split_kv + 1) > 132 * min(room, 3) or room == 1 else None)
 
 
-def test_shared_memory_is_what_triton_takes():
-    plan = plan_for(CANDIDATE, decoding(), H200)
+@pytest.mark.parametrize("given", [decoding(), problem_of(paged(blocks=300, picked=256))], ids=["whole", "paged"])
+def test_shared_memory_is_what_triton_takes(given):
+    plan = plan_for(CANDIDATE, given, H200)
     for point in {(p.tile_n, p.num_stages): p for p in (s.point(TileConfig) for s in plan.schedules())}.values():
         taken = needs(plan.machine_code(Schedule.of_point(point)).kernel).shared_bytes
         foreseen = shared_bytes(plan.heads, point.tile_m, point.tile_n, point.num_stages)

@@ -16,8 +16,6 @@ from tilewright.candidates.triton.runtime.launch import caller, pointers
 from tilewright.candidates.triton.runtime.module import Arch, Built, arch_of, build, exact_fp8, launcher, needs
 from tilewright.dtype import F32
 from tilewright.hardware.target import Target
-from tilewright.ir.graph import toposort
-from tilewright.ir.ops import Gather
 from tilewright.schedule.candidate import ATTENTION, GPU, Candidate, Kernel, Runner, Schedule, Unsupported
 from tilewright.schedule.problem import AttentionProblem
 from tilewright.schedule.recipe import Pointer
@@ -43,6 +41,7 @@ MEMORY_BYTES_PER_US, SM_BYTES_PER_US = 4.3e6, 4.5e4  # of an H200, and what one 
 START_US = 6.0  # from the launch until the first keys come, and from the last ones until all parts are left and counted
 TILE_US, LATENCY_US = 0.6, 1.5  # of the products and the softmax of a tile, and from asking for a tile until it is there
 COMBINED_BYTES_PER_US = 6e4  # of what the parts have found, read by one SM
+INDEX_BYTES = 8  # of a place in the table of blocks
 HELD = 64  # scores of a thread, at most: as many again are needed while they are computed
 POINTS = 10
 # tile_m, tile_n, num_warps, num_stages, in the order in which they are expected to serve:
@@ -86,8 +85,8 @@ class Plan:
         if tile.split_kv is not None:
             signature |= dict(zip(WORKSPACE, ("*fp32", "*i32"), strict=True))
         options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages, "enable_fp_fusion": False}
-        if any(isinstance(n.op, Gather) for n in toposort((self.heads.k.at.root, self.heads.v.at.root))):
-            options |= {"debug": True, "sanitize_overflow": False}  # an index out of range ends the program
+        if self.heads.paged:  # an index out of range ends the program; Triton shares stages out among a table and what it picks
+            options |= {"debug": True, "sanitize_overflow": False, "num_stages": 2 * tile.num_stages - 1}
         if tile.launch_early:
             options["launch_pdl"] = True
         text = kernel_text(self.heads_of(tile), tile, exact_fp8(self.arch))
@@ -188,7 +187,8 @@ def split_points(heads: Heads, arch: Arch, shared: int, cores: int) -> Iterable[
 def shared_bytes(heads: Heads, tile_m: int, tile_n: int, stages: int) -> int:
     """Bytes of shared memory of a program that has a part of the keys, as Triton lays them out: one stage is in registers."""
     columns, each = power(heads.depth) + power(heads.width), heads.mma_dtype.bits // 8
-    return each * ((stages - 1) * (tile_n * columns + tile_m * power(heads.depth)) + 2 * tile_m * tile_n)
+    table = 2 * (stages - 1) * tile_n * INDEX_BYTES if heads.paged else 0
+    return table + each * ((stages - 1) * (tile_n * columns + tile_m * power(heads.depth)) + 2 * tile_m * tile_n)
 
 
 def expected_us(heads: Heads, tile: TileConfig, cores: int, at_once: int) -> float:

@@ -106,6 +106,11 @@ class Heads:
         """The last key that a head's first query sees, where causality hides the others."""
         return causal_shift(self.causal, self.queries // self.group, self.keys)
 
+    @property
+    def paged(self) -> bool:
+        """Tell whether keys or values are picked by a table of blocks."""
+        return any(isinstance(n.op, Gather) for n in toposort((self.k.at.root, self.v.at.root)))
+
     def by_key_head(self) -> Heads:
         """The same attention with a head for each head of keys: the queries of those that share it follow one another, as their
         rows do anyway."""
