@@ -21,11 +21,11 @@ from tilewright.errors import InputError, TypeMismatchError, UnsupportedError
 from tilewright.frontends import refuse_interpreted
 from tilewright.frontends.onnx.files import SHOWN, has_external_data, malformed, quoted, with_text
 from tilewright.frontends.onnx.functions import names_inside, operators_of
-from tilewright.frontends.onnx.known import RANDOM
 from tilewright.frontends.onnx.mended import loop_operator, resize_operator
 from tilewright.frontends.onnx.tensors import array_type, element_code, element_type, from_array, to_numpy
 from tilewright.ir.build import const, items
 from tilewright.ir.graph import Node
+from tilewright.ir.known import RANDOM
 from tilewright.ir.ops import Call
 from tilewright.ir.types import TensorType
 

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, cast
 from tilewright.dtype import OPAQUE
 from tilewright.errors import InputError, UnsupportedError
 from tilewright.frontends.onnx.files import malformed, quoted
-from tilewright.frontends.onnx.known import KnownValues
 from tilewright.frontends.onnx.scope import Context, Scope
 from tilewright.ir.graph import Node
+from tilewright.ir.known import KnownValues
 
 if TYPE_CHECKING:
     import onnx

@@ -23,13 +23,13 @@ from tilewright.frontends.onnx.functions import (
     self_contained,
     with_inner_nodes,
 )
-from tilewright.frontends.onnx.known import KnownValues
 from tilewright.frontends.onnx.node import OpNode, Unmodelled, converter_of
 from tilewright.frontends.onnx.rewritten import rewritten
 from tilewright.frontends.onnx.scope import Context, Scope, opsets_of, plain_domain
 from tilewright.frontends.onnx.tensors import checked_shape, embedded_tensor, tensor_literal
 from tilewright.frontends.onnx.versions import modern, refuse_changed
 from tilewright.ir.graph import Node, toposort
+from tilewright.ir.known import KnownValues
 from tilewright.ir.ops import Const, Input
 from tilewright.ir.types import TupleType
 

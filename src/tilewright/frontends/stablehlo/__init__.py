@@ -16,7 +16,7 @@ from tilewright.frontends import LoadOptions, refuse_interpreted
 from tilewright.frontends.stablehlo import call as calls
 from tilewright.frontends.stablehlo import jaxlib
 from tilewright.frontends.stablehlo.control import CONTROL, Run, region_graphs, run_control
-from tilewright.frontends.stablehlo.read import read_module, source_text
+from tilewright.frontends.stablehlo.read import is_exported, read_module, source_text
 from tilewright.ir.graph import Graph
 from tilewright.ir.ops import Call
 
@@ -26,7 +26,10 @@ _SIGNS = re.compile(r"\b(stablehlo|chlo|func\.func)\b")
 
 
 def accepts(program: object) -> bool:
-    """Tell whether `program` is a path ending in .mlir or .stablehlo, or text that mentions a function or StableHLO."""
+    """Tell whether `program` is a path ending in .mlir or .stablehlo, text that mentions a function or StableHLO, or what
+    `jax.export` gives."""
+    if is_exported(program):
+        return True
     if isinstance(program, Path):
         return program.suffix in _SUFFIXES
     return isinstance(program, str) and not _OTHERS.match(program) and bool(_SIGNS.search(program))
@@ -36,7 +39,7 @@ def load(program: object, options: LoadOptions) -> Graph:
     """The graph of a module's entry function: the one called main, or the only public one.
 
     An input is called as its argument's location or identifier says, else arg0, arg1, …; an output as `jax.result_info` says,
-    else result0, result1, … Open extents of arguments are bound by `input_dims` and `batch`.
+    else result0, result1, … Open extents of arguments are bound by `input_dims` and `batch`, or stay open (`dims`).
 
     Raises:
         InputError: malformed text, no entry function, or dimensions for an input that is not there.

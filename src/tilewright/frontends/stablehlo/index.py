@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from types import NotImplementedType
 from typing import cast
 
 import torch
@@ -14,7 +15,8 @@ import torch
 from tilewright.dtype import S32, S64, DType
 from tilewright.frontends.stablehlo.registry import Site, Value, lowers
 from tilewright.frontends.stablehlo.shape import pad, strided_slice
-from tilewright.ir.build import broadcast, concat, const, convert, expand_dims, map_, reshape, slice_, transpose
+from tilewright.ir.build import broadcast, concat, const, convert, expand_dims, extents, map_, reshape, slice_, transpose
+from tilewright.ir.dims import is_open
 from tilewright.ir.evaluate import evaluate_nodes
 from tilewright.ir.graph import Node, toposort
 from tilewright.ir.ops import Call, Const, Gather, Iota, Select
@@ -27,7 +29,12 @@ def _clamped(index: Node, highest: int) -> Node:
     """index held within 0…highest, in its own type if that reaches so far, else in s64."""
     if index.dtype.max < highest:
         index = convert(index, S64)
-    return map_("clamp", const(0, index.dtype), index, const(highest, index.dtype))
+    return map_("clamp", const(0, index.dtype), index, _number(highest, index.dtype))
+
+
+def _number(value: int, dtype: DType) -> Node:
+    """A number, which may be an open extent."""
+    return convert(extents((value,), single=True), dtype) if is_open((value,)) else const(value, dtype)
 
 
 def _iota(extent: int, dtype: DType) -> Node:
@@ -89,7 +96,7 @@ def _with_known_extents(site: Site) -> Value:
     """A slice or a pad whose widths are vectors that constants make."""
     x, *rest = site.nodes
     value, widths = (rest[0], rest[1:]) if site.op.name.endswith("pad") else (None, rest)
-    known = [_known_vector(w) for w in widths]
+    known = [site.extents(w) or _known_vector(w) for w in widths]
     if any(k is None for k in known):
         raise site.refuse("its widths are known only at run time", hint="make them constants")
     a, b, c = cast("list[list[int]]", known)
@@ -145,17 +152,37 @@ def _spliced(x: Node, update: Node, begin: Sequence[int], axis: int) -> Node:
     return concat([p for p in parts if p.shape[axis]], axis)
 
 
+@lowers("stablehlo.dynamic_gather")
+def _dynamic_gather(site: Site) -> Value | NotImplementedType:
+    """A gather whose slice sizes are extents: a slice where its one index follows from extents, too."""
+    x, starts, _ = site.nodes
+    sizes, told = site.extents(site.nodes[2]), site.extents(starts)
+    if sizes is None:
+        return NotImplemented
+    q = site.op.dimension_numbers("GatherDimensionNumbers", "dimension_numbers")
+    if told is None or len(starts.shape) != 1 or list(q.operand_batching_dims):
+        return _gathered(site, x, starts, sizes)
+    begin = [0] * len(sizes)
+    for k, d in enumerate(q.start_index_map):
+        begin[d] = max(0, min(told[k], x.shape[d] - sizes[d]))
+    cut = strided_slice(x, begin, [b + n for b, n in zip(begin, sizes, strict=True)], [1] * len(sizes))
+    return reshape(cut, [n for d, n in enumerate(sizes) if d not in list(q.collapsed_slice_dims)])
+
+
 @lowers("stablehlo.gather")
 def _gather(site: Site) -> Value:
+    x, starts = site.nodes
+    return _gathered(site, x, starts, site.op.ints("slice_sizes"))
+
+
+def _gathered(site: Site, x: Node, starts: Node, sizes: Sequence[int]) -> Value:
     """Any gather, as one graph gather over a single axis.
 
     The axes that indices start in (mapped) and those walked along with a batch of indices (batching) are brought to the front
     and flattened; the others are cut to their slice size. A flat index is the sum, over those axes, of (clamped start +
     position in the window) * stride. With one mapped axis nothing needs flattening.
     """
-    x, starts = site.nodes
     q = site.op.dimension_numbers("GatherDimensionNumbers", "dimension_numbers")
-    sizes = site.op.ints("slice_sizes")
     mapped, batching = list(q.start_index_map), list(q.operand_batching_dims)
     vector_axis = int(q.index_vector_dim)
     index_batch = [i for i in range(len(starts.shape)) if i != vector_axis]
@@ -187,12 +214,12 @@ def _gather(site: Site) -> Value:
         if sizes[d] > 1:
             index = map_("add", index, expand_dims(_iota(sizes[d], dtype), len(batch_shape) + position, rank))
         if stride != 1:
-            index = map_("multiply", index, const(stride, dtype))
+            index = map_("multiply", index, _number(stride, dtype))
         flat = index if flat is None else map_("add", flat, index)
     if flat is None:
         raise site.refuse("a gather that maps no axis")
     flat = broadcast(flat, (*batch_shape, *window))
-    return _arranged(site, _picked(x, picked, whole, flat), picked, whole, len(batch_shape))
+    return _arranged(site, _picked(x, picked, whole, flat), picked, whole, sizes, len(batch_shape))
 
 
 def _picked(x: Node, picked: list[int], whole: list[int], flat: Node) -> Node:
@@ -207,12 +234,12 @@ def _picked(x: Node, picked: list[int], whole: list[int], flat: Node) -> Node:
     return Node(Gather(0), rows, flat)
 
 
-def _arranged(site: Site, got: Node, picked: list[int], whole: list[int], batch_rank: int) -> Node:
+def _arranged(site: Site, got: Node, picked: list[int], whole: list[int], sizes: Sequence[int], batch_rank: int) -> Node:
     """[*batch, *window over picked axes, *whole axes] as the result wants it: window axes at offset_dims."""
     q = site.op.dimension_numbers("GatherDimensionNumbers", "dimension_numbers")
     dropped = {*q.collapsed_slice_dims, *q.operand_batching_dims}
     kept = [d for d in (*picked, *whole) if d not in dropped]
-    got = reshape(got, (*got.shape[:batch_rank], *(site.op.ints("slice_sizes")[d] for d in kept)))
+    got = reshape(got, (*got.shape[:batch_rank], *(sizes[d] for d in kept)))
     offset_dims = list(q.offset_dims)
     perm: list[int] = []
     batch = iter(range(batch_rank))

@@ -13,8 +13,9 @@ import torch
 from tilewright.dtype import BY_NAME, F4E2M1FN, F16, F32, F64, OPAQUE, PRED, U8, DType
 from tilewright.errors import InputError, UnsupportedError
 from tilewright.frontends.stablehlo import jaxlib
+from tilewright.ir.dims import is_open
 from tilewright.ir.ops.functions import narrow_integer
-from tilewright.ir.types import TensorType
+from tilewright.ir.types import Shape, TensorType
 
 
 def _mlir_name(d: DType) -> str:
@@ -32,8 +33,8 @@ _PLACES = 64
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def tensor_type(raw: Any, where: str) -> TensorType:
-    """The graph's type for an MLIR tensor type.
+def tensor_type(raw: Any, where: str, shape: Shape | None = None) -> TensorType:
+    """The graph's type for an MLIR tensor type; `shape` where that leaves extents open.
 
     Raises:
         UnsupportedError: an open extent, an element type the graph cannot carry, or no tensor at all.
@@ -48,6 +49,8 @@ def tensor_type(raw: Any, where: str) -> TensorType:
             where=where,
             hint=f"one of {' '.join(DTYPES)}, complex<f32> or complex<f64>",
         )
+    if shape is not None:
+        return TensorType(DTYPES.get(element, U8), shape)
     if not raw.has_static_shape:
         raise UnsupportedError(
             f"{text} has an extent known only at run time",
@@ -81,7 +84,20 @@ def carried_types(raw: Any, where: str) -> list[TensorType]:
 
 def mlir_type(t: TensorType) -> str:
     """`t` as MLIR spells it, e.g. `tensor<2x3xbf16>`."""
-    return f"tensor<{''.join(f'{d}x' for d in t.shape)}{MLIR_NAMES[t.dtype]}>"
+    return f"tensor<{''.join('?x' if is_open((d,)) else f'{d}x' for d in t.shape)}{MLIR_NAMES[t.dtype]}>"
+
+
+def agree(found: Sequence[TensorType], raw: Any, where: str) -> bool:
+    """Tell whether types are those that carry a value of an MLIR tensor type, wherever that says what they are.
+
+    Raises:
+        UnsupportedError: see `tensor_type`.
+    """
+    if getattr(raw, "has_static_shape", True) or not getattr(raw, "has_rank", False) or component(raw) is not None:
+        return list(found) == carried_types(raw, where)
+    (one,) = found
+    fixed = all(raw.is_dynamic_dim(a) or int(raw.get_dim_size(a)) == d for a, d in enumerate(one.shape))
+    return one.rank == raw.rank and fixed and one.dtype is tensor_type(raw, where, one.shape).dtype
 
 
 def attribute_from(x: torch.Tensor, dtype: DType) -> Any:

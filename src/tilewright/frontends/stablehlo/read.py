@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from tilewright.errors import InputError, UnsupportedError
 from tilewright.frontends import LoadOptions
 from tilewright.frontends.stablehlo import control, dot, elementwise, index, jaxlib, reduce, shape, structure
+from tilewright.frontends.stablehlo.extents import open_shapes
 from tilewright.frontends.stablehlo.walk import Walk
 from tilewright.ir.graph import Graph
 
@@ -16,12 +17,19 @@ from tilewright.ir.graph import Graph
 TOPICS = (control, dot, elementwise, index, reduce, shape, structure)
 
 
+def is_exported(program: object) -> bool:
+    """Tell whether a program is a `jax.export.Exported`, of which nothing is imported here."""
+    return hasattr(program, "mlir_module") and hasattr(program, "in_avals")
+
+
 def source_text(program: object) -> tuple[str, str]:
-    """The text of a program given as a path or as the text itself, and what to call it in messages.
+    """The text of a program given as a path, as the text itself or as what `jax.export` gives, and what messages call it.
 
     Raises:
         InputError: the file cannot be read, is no text, or is empty.
     """
+    if is_exported(program):
+        return str(cast("Any", program).mlir_module()), f"the export of {getattr(program, 'fun_name', 'a function')!r}"
     if not isinstance(program, Path):
         return str(program), "the text given"
     try:
@@ -59,6 +67,8 @@ def read_module(
     """
     walk = Walk(module, asm, where)
     names, types = walk.signature(labels)
+    if options.dims and any(not getattr(t, "has_static_shape", True) for t in types):
+        return walk.graph(names, output_names, open_shapes(dict(zip(names, types, strict=True)), asm, options, where))
     wanted = _bound_types(dict(zip(names, types, strict=True)), options, where)
     if wanted != [str(t) for t in types]:
         problem = jaxlib.bind_arguments(module, wanted)
@@ -91,7 +101,9 @@ def _bound_types(types: Mapping[str, Any], options: LoadOptions, where: str) -> 
                 hint="an extent for each axis, as it is where it is known",
             )
         if any(g is None or g < 0 for g in given):
-            hint = f"--input-dim @{name} with an extent for each axis (input_dims=…), or --batch (batch=…) for an open first"
+            hint = (
+                f"--input-dim @{name} with an extent for each axis (input_dims=…), --batch (batch=…), or bounds: --dim (dims=…)"
+            )
             raise UnsupportedError(f"input {name!r} is {raw}, whose extents are open", where=where, hint=hint)
         bound.append(f"tensor<{''.join(f'{d}x' for d in given)}{raw.element_type}>")
     return bound

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from tilewright.errors import UnsupportedError
+from tilewright.frontends.stablehlo.extents import filled
 from tilewright.frontends.stablehlo.module import Operation, carried_types, tensor_type
+from tilewright.ir.dims import plain_index
 from tilewright.ir.graph import Node
 from tilewright.ir.types import Shape, TensorType
 
@@ -33,6 +35,8 @@ class Complex:
         """Extents of either."""
         return self.re.shape
 
+
+_SHAPED = {"dynamic_reshape": 1, "dynamic_broadcast_in_dim": 1, "dynamic_iota": 0}  # which operand says the shape
 
 # A tuple is a list; a token (an order of effects, no data) is None.
 Value = Node | Complex | list["Value"] | None
@@ -69,8 +73,26 @@ class Site:
             UnsupportedError: one is no tensor that the graph can carry.
         """
         if not self._outs:
-            self._outs = [tensor_type(r.type, self.op.where) for r in self.op.results]
+            self._outs = [tensor_type(r.type, self.op.where, self._open(r.type)) for r in self.op.results]
         return self._outs
+
+    def _open(self, raw: Any) -> Shape | None:
+        """The shape of a result whose type leaves extents open: what a dynamic operation's shape operand says, else that of the
+        first operand; None where neither fits."""
+        if getattr(raw, "has_static_shape", True):
+            return None
+        name = self.op.name.partition(".")[2]
+        if name in _SHAPED:
+            extents = self.extents(self.nodes[_SHAPED[name]])
+            if extents is None:
+                raise self.refuse("its shape is known only at run time", hint="work it out from shapes of inputs alone")
+            return filled(raw, extents)
+        return next((s for v in self.values if isinstance(v, Node) and (s := filled(raw, v.shape)) is not None), None)
+
+    def extents(self, node: Node) -> list[int] | None:
+        """The elements of a vector that constants and extents make; None of any other."""
+        found = self.reader.known.listed(node)
+        return None if found is None else [plain_index(v) for v in found]
 
     @property
     def carried(self) -> list[list[TensorType]]:

@@ -8,7 +8,7 @@ from tilewright.frontends.stablehlo.elementwise import elementwise_target
 from tilewright.frontends.stablehlo.module import mlir_type, tensor_type
 from tilewright.frontends.stablehlo.registry import Site, Value, lowers, one_or_all
 from tilewright.frontends.stablehlo.scaled_dot import TARGET, scaled_dot
-from tilewright.ir.build import const, input_, map_
+from tilewright.ir.build import convert, extents, input_, map_
 from tilewright.ir.types import TensorType
 
 ELIDED = "tilewright.elided."
@@ -93,7 +93,7 @@ def _get_tuple_element(site: Site) -> Value:
 
 @lowers("stablehlo.get_dimension_size")
 def _dimension_size(site: Site) -> Value:
-    return const(site.nodes[0].shape[site.op.integer("dimension")], S32)
+    return convert(extents((site.nodes[0].shape[site.op.integer("dimension")],), single=True), S32)
 
 
 @lowers("mhlo.topk")
@@ -115,7 +115,7 @@ def _custom_call(site: Site) -> Value:
             raise site.refuse(f"{target!r} changes the type of its operand", hint="read the program before it is partitioned")
         return _identity(site)
     if target == "shape_assertion":
-        return []
+        return _asserted(site)
     function = elementwise_target(target)
     if function is not None:
         return map_(function, *site.nodes)
@@ -125,6 +125,21 @@ def _custom_call(site: Site) -> Value:
         f"custom call to {target!r} cannot be expressed",
         hint="read the program before a compiler for one machine rewrote it, e.g. jax.jit(f).lower(…).as_text()",
     )
+
+
+def _asserted(site: Site) -> Value:
+    """Nothing, if what a program says of its open extents holds.
+
+    Raises:
+        InputError: it does not.
+    """
+    told = site.reader.known.listed(site.nodes[0])
+    if told is not None and not told[0]:
+        what = site.op.string("error_message").partition("Using the following")[0].partition(", but found")[0]
+        raise InputError(
+            what.rstrip(" ."), where=site.op.where, hint='bounds that the program allows: Dim("b", low, high, multiple_of)'
+        )
+    return []
 
 
 def _elided(site: Site, label: str) -> Value:

@@ -13,11 +13,13 @@ from tilewright.frontends import MOST_OPERATIONS, untrusted
 from tilewright.frontends.stablehlo import jaxlib
 from tilewright.frontends.stablehlo.call import INTERPRETED, is_callable, make_call, make_module
 from tilewright.frontends.stablehlo.complex import is_complex, joined, lower_complex, parts
-from tilewright.frontends.stablehlo.module import Block, Operation, carried_types, is_e8m0, place
+from tilewright.frontends.stablehlo.module import Block, Operation, agree, carried_types, is_e8m0, place, tensor_type
 from tilewright.frontends.stablehlo.registry import Complex, Site, Value, lowering, one_or_all
 from tilewright.frontends.stablehlo.scaled_dot import concerns_e8m0, lower_e8m0
 from tilewright.ir.build import input_
 from tilewright.ir.graph import Graph, Node
+from tilewright.ir.known import KnownValues
+from tilewright.ir.types import Shape
 
 MAX_OPERATIONS = 1_000_000
 MAX_DEPTH = 100
@@ -56,6 +58,7 @@ class Walk:
         notes: sentences for the graph.
         called: operations that became calls, by name.
         count: operations read so far.
+        known: values that follow from shapes and small constants alone.
     """
 
     count: int
@@ -73,6 +76,7 @@ class Walk:
         self._active: list[tuple[int, str | None]] = []
         self._scopes: list[_Scope] = []
         self.count = 0
+        self.known = KnownValues()
 
     def signature(self, labels: Sequence[str]) -> tuple[list[str], list[Any]]:
         """Names and MLIR types of the entry function's arguments; `labels` where they are as many, else the module's names.
@@ -85,19 +89,20 @@ class Walk:
             labels = [self._argument_name(a, i) for i, a in enumerate(arguments)]
         return _unique(labels), [a.type for a in arguments]
 
-    def graph(self, labels: Sequence[str], output_names: Sequence[str]) -> Graph:
+    def graph(self, labels: Sequence[str], output_names: Sequence[str], shapes: Sequence[Shape] = ()) -> Graph:
         """The graph of the module's entry function.
 
         Args:
             labels: names of its arguments.
             output_names: names of its results, taken where they are as many.
+            shapes: of its arguments, where their types leave extents open.
 
         Raises:
             InputError: no entry function, or the program calls itself or is too large once inlined.
             UnsupportedError: an operation or a type that cannot be expressed.
         """
         name, entry = self._entry()
-        inputs, values = self._arguments(labels, entry.block().arguments)
+        inputs, values = self._arguments(labels, entry.block().arguments, shapes)
         results = self._flat(self._run(name, entry.block(), values), entry.where)
         names = output_names if len(output_names) == len(results) else _result_names(entry, len(results))
         self._note_annotations(entry, labels)
@@ -300,7 +305,7 @@ class Walk:
             nodes = [v] if isinstance(v, Node) else [v.re, v.im] if isinstance(v, Complex) else []
             for node in nodes:
                 self._credit(node, op)
-            if nodes and [n.type for n in nodes] != carried_types(result.type, op.where):
+            if nodes and not agree([n.tensor for n in nodes], result.type, op.where):
                 raise UnsupportedError(f"its result is {nodes[0].type} where the text says {result.type}", where=op.where)
         return values
 
@@ -325,12 +330,16 @@ class Walk:
         what = f"{op.name} has no meaning here, and StableHLO's interpreter cannot run it"
         raise UnsupportedError(what, where=op.where, hint="compute it outside, and make its result an input")
 
-    def _arguments(self, labels: Sequence[str], arguments: Sequence[Any]) -> tuple[list[Node], list[Value]]:
+    def _arguments(
+        self, labels: Sequence[str], arguments: Sequence[Any], shapes: Sequence[Shape] = ()
+    ) -> tuple[list[Node], list[Value]]:
         """An input for each argument, and what it stands for: [..., 2] for complex numbers."""
         inputs: list[Node] = []
         values: list[Value] = []
-        for label, argument in zip(labels, arguments, strict=True):
-            t, *others = carried_types(argument.type, f"input {label!r}")
+        for i, (label, argument) in enumerate(zip(labels, arguments, strict=True)):
+            where, shape = f"input {label!r}", shapes[i] if shapes else None
+            is_open = shape is not None and not argument.type.has_static_shape
+            t, *others = [tensor_type(argument.type, where, shape)] if is_open else carried_types(argument.type, where)
             inputs.append(input_(label, t.dtype, (*t.shape, 2) if others else t.shape))
             values.append(parts(inputs[-1]) if others else inputs[-1])
             self._origins[inputs[-1]] = label

@@ -41,7 +41,7 @@ _NOT_WHILE_READING = RANDOM | {"If", "Loop", "Scan"}  # drawn anew each run; may
 
 Known = torch.Tensor | np.ndarray[Any, Any]  # an array of objects where extents are open
 
-_FUNCTIONS: dict[str, Callable[..., Any]] = {
+_FUNCTIONS: dict[str, Callable[..., Any]] = {  # of arrays of objects
     "add": lambda a, b: a + b,
     "subtract": lambda a, b: a - b,
     "multiply": lambda a, b: a * b,
@@ -54,7 +54,11 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
     "less_equal": lambda a, b: a <= b,
     "greater": lambda a, b: a > b,
     "greater_equal": lambda a, b: a >= b,
+    "sign": np.frompyfunc(lambda v: (v > 0) - (v < 0), 1, 1),
+    "and": lambda a, b: a & b,
+    "or": lambda a, b: a | b,
 }
+_TRUNCATING = {"divide": lambda a, b: a // b, "remainder": lambda a, b: a % b}  # toward zero: of what is not negative, down
 
 
 class KnownValues:
@@ -120,9 +124,8 @@ def _of_extents(node: Node, src: Sequence[np.ndarray[Any, Any]]) -> np.ndarray[A
     if isinstance(op, Extents):
         return np.array(op.values, dtype=object).reshape(node.shape)
     if isinstance(op, Map):
-        if op.fn == "divide" and not any(v < 0 for s in src for v in s.reshape(-1)):  # rounded to zero: down
-            return np.asarray(src[0] // src[1], dtype=object)
-        f = _FUNCTIONS.get(op.fn)
+        whole = op.fn in _TRUNCATING and not any(v < 0 for s in src for v in s.reshape(-1))
+        f = _TRUNCATING[op.fn] if whole else _FUNCTIONS.get(op.fn)
         return None if f is None else np.asarray(f(*src), dtype=object)
     if isinstance(op, Convert):
         return src[0] if node.src[0].dtype.is_integer and node.dtype.bits >= 32 else None
