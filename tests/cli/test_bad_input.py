@@ -295,6 +295,16 @@ def test_memory_that_runs_out_is_no_bug(error: BaseException, monkeypatch: pytes
     refused(invoke("read", "x.tw"), "out of memory", "smaller shapes")
 
 
+def test_an_interrupt_while_torch_is_imported_ends_the_process(tmp_path: Path) -> None:
+    """Torch itself goes on without what was being imported: here a stand-in does."""
+    (tmp_path / "torch.py").write_text(
+        "import os, signal\ntry:\n    os.kill(os.getpid(), signal.SIGINT)\nexcept KeyboardInterrupt:\n    print('went on')\n"
+    )
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
+    done = subprocess.run([sys.executable, "-m", "tilewright", "devices"], env=env, capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "\n")
+
+
 def test_an_interrupt_exits_with_130(monkeypatch: pytest.MonkeyPatch) -> None:
     fail_with(monkeypatch, KeyboardInterrupt())
     result = invoke("read", "x.tw")

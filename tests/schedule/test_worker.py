@@ -265,6 +265,26 @@ def test_whether_a_fork_server_is_up_is_waited_for_no_longer_than_told(worker):
     assert other.ready(0.0)  # asking it tells
 
 
+def test_one_that_is_not_up_yet_is_not_waited_for(monkeypatch):
+    """It could not hear that it is to end before it has imported torch; who exits would wait for two seconds."""
+    done, process = [], (server := fork_server_module.ForkServer())._process
+    for name in ("kill", "wait"):
+        inner = getattr(process, name)
+        monkeypatch.setattr(process, name, lambda *given, name=name, inner=inner: (done.append(name), inner(*given)))
+    server.stop()
+    assert done == ["kill", "wait"] and process.returncode == -signal.SIGKILL
+
+
+def test_an_interrupt_while_the_end_is_waited_for_is_no_traceback(monkeypatch):
+    server = fork_server_module.ForkServer()
+    process = server._process
+    monkeypatch.setattr(fork_server_module, "_known", server)
+    with monkeypatch.context() as patch:
+        patch.setattr(process, "wait", lambda *given: (_ for _ in ()).throw(KeyboardInterrupt()))
+        fork_server_module._end()
+    assert process.wait(60) == -signal.SIGKILL
+
+
 def test_a_fork_server_that_was_killed_is_replaced(drop, worker):
     os.kill(worker._process.pid, signal.SIGKILL)
     assert gone(worker._pid)  # the worker dies with it

@@ -6,10 +6,12 @@ import contextlib
 import errno
 import logging
 import os
+import signal
 import sys
 import time
 import traceback
 from collections.abc import Generator
+from types import FrameType
 
 import click
 
@@ -107,6 +109,22 @@ def output_may_end() -> Generator[None]:
         _discard_output()
         click.echo(f"error: {NO_SPACE}", err=True)
         sys.exit(BAD_INPUT)
+
+
+def end_imports_at_once() -> None:
+    """Have Ctrl-C end the process while torch is imported: of an exception in the middle torch makes an abort, or goes on with
+    parts missing. Later it raises KeyboardInterrupt, as ever."""
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, _interrupted)
+
+
+def _interrupted(number: int, frame: FrameType | None) -> None:
+    spec = getattr(sys.modules.get("torch"), "__spec__", None)
+    if getattr(spec, "_initializing", False):
+        with contextlib.suppress(OSError):  # standard error is closed
+            os.write(2, b"\n")
+        os._exit(INTERRUPTED)
+    signal.default_int_handler(number, frame)
 
 
 def _discard_output() -> None:

@@ -27,7 +27,7 @@ from tilewright.cli.compile import (
     rtol_option,
     trust_option,
 )
-from tilewright.cli.errors import DIFFERS, Group, output_may_end, traceback_option
+from tilewright.cli.errors import DIFFERS, Group, end_imports_at_once, output_may_end, traceback_option
 from tilewright.cli.gemm import gemm
 from tilewright.cli.given import Given, given_options, progress
 from tilewright.cli.options import (
@@ -279,6 +279,7 @@ def main() -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # a terminal without µ still gets its report
+    end_imports_at_once()
     with output_may_end():
         cli(prog_name="tilewright")
 

@@ -327,11 +327,16 @@ class ForkServer:
         if self.worker is not None:
             self.worker.close()
             self.worker = None
+        if not self._greeted:  # it still imports, has no worker, and would hear nothing for seconds
+            self._process.kill()
         try:
             self._process.wait(2.0)
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
+        except BaseException:  # Ctrl-C
+            self._process.kill()
+            raise
 
 
 _known: ForkServer | None = None
@@ -385,8 +390,9 @@ def _current() -> ForkServer:
 
 @atexit.register
 def _end() -> None:
-    if _known is not None:
-        _known.stop()
+    with contextlib.suppress(KeyboardInterrupt):  # the process ends anyway
+        if _known is not None:
+            _known.stop()
 
 
 STOPPED, RUNNING = frozenset("Tt"), frozenset("R")
