@@ -15,7 +15,7 @@ import torch
 from onnx import TensorProto, helper
 from onnx_models import model, one, value
 from onnx_node_suite import outcomes
-from transformer_exports import exported, feeds
+from transformer_exports import exported, feeds, quiet
 
 import tilewright.onnx_backend
 import tilewright.ort
@@ -117,13 +117,53 @@ def test_a_transformer_at_many_shapes_from_several_threads(tmp_path):
     path = exported(tmp_path, "bert-any", dynamo=False, opset=17, dynamic=True)
     ours = InferenceSession(path, budget_s=1, cache=False)  # measured where no dim says how far it goes, but the model does
     theirs = onnxruntime.InferenceSession(path)
-    shapes = [(b, n) for b in (1, 2, 3) for n in (5, 8, 16, 31)] * 3
+    shapes = [(b, n) for b in (1, 3) for n in (5, 16, 31)] * 4
     with ThreadPoolExecutor(4) as pool:
         found = list(pool.map(lambda s: ours.run(None, feeds(*s))[0], shapes))
     for shape, y in zip(shapes, found, strict=True):
         wanted = theirs.run(None, feeds(*shape))[0]
         np.testing.assert_allclose(y, wanted, rtol=2e-4, atol=2e-4 * np.abs(wanted).max())
     assert ours.program.compiled == 1
+
+
+def test_a_decoder_with_cached_keys_goes_on_from_none(tmp_path):
+    path, names = str(tmp_path / "decoder.onnx"), ["input_ids", "attention_mask", "keys", "values"]
+    dynamic = {"input_ids": {0: "batch", 1: "seq"}, "attention_mask": {0: "batch", 1: "total"}}
+    held = {n: {0: "batch", 2: "past"} for n in names[2:]}
+    with quiet():
+        example = torch.ones(2, 3, dtype=torch.int64), torch.ones(2, 8, dtype=torch.int64), *torch.randn(2, 2, 4, 5, 16)
+        outputs = ["logits", "new_keys", "new_values"]
+        torch.onnx.export(
+            Decoder(), example, path, dynamo=False, input_names=names, output_names=outputs, dynamic_axes=dynamic | held
+        )
+    ours, theirs = both(path)
+    ids, past = np.array([[1, 2, 3, 4]]), [np.zeros((1, 4, 0, 16), np.float32)] * 2
+    for total in range(4, 9):
+        feed = dict(zip(names, (ids, np.ones((1, total), np.int64), *past), strict=True))
+        agree(ours, theirs, feed, rtol=1e-4)
+        logits, *past = ours.run(None, feed)
+        ids = logits[:, -1:].argmax(-1)
+    assert ours.program.compiled == 1
+
+
+class Decoder(torch.nn.Module):
+    """GPT-2 of one layer, with its keys and values as arguments and results."""
+
+    def __init__(self):
+        from transformers import GPT2Config, GPT2LMHeadModel
+
+        super().__init__()
+        torch.manual_seed(0)
+        config = GPT2Config(n_embd=64, n_layer=1, n_head=4, vocab_size=100, n_positions=32, bos_token_id=0, eos_token_id=0)
+        self.model = GPT2LMHeadModel(config).eval()
+
+    def forward(self, input_ids, attention_mask, keys, values):
+        from transformers import DynamicCache
+
+        cache = DynamicCache()
+        cache.update(keys, values, 0)
+        out = self.model(input_ids=input_ids, attention_mask=attention_mask, past_key_values=cache, use_cache=True)
+        return out.logits, cache.layers[0].keys, cache.layers[0].values
 
 
 def test_numbers_and_lists_become_arrays_of_the_inputs_type():
@@ -289,6 +329,9 @@ def test_memory_bound_for_something_else_is_refused():
         binding.bind_ortvalue_output("y", np.zeros(3))
     with pytest.raises(InputError, match="no device 'tpu'"):
         binding.bind_output("y", "tpu")
+    binding.clear_binding_outputs()
+    with pytest.raises(RuntimeError, match="no output is bound"):
+        ours.run_with_iobinding(binding)
 
 
 def test_values_stay_values():
@@ -334,6 +377,8 @@ def test_runs_from_threads_and_in_the_background_of_the_caller():
         (["z"], {"x": np.zeros((2, 24), np.float32)}, "no output is called 'z'"),
         (None, {}, r"Required inputs \(\['x'\]\) are missing"),
         (None, {"x": np.zeros((2, 24), np.float32), "w": np.zeros((24, 40), np.float32)}, "input 'w' is unknown"),
+        ("y", {"x": np.zeros((2, 24), np.float32)}, "a name, not a list of names"),
+        (None, [np.zeros((2, 24), np.float32)], "an argument of type list"),
         (None, {"x": np.zeros((2, 24))}, "f64"),
         (None, {"x": np.zeros((2, 23), np.float32)}, "23"),
         (None, {"x": np.zeros((2, 3, 24), np.float32)}, "3 extents given, the model has 2"),

@@ -95,13 +95,18 @@ class IOBinding:
         return [r.numpy() if r.is_tensor() else r.value for r in self.get_outputs()]
 
     def run(self) -> None:
-        """Run the session on what is bound."""
-        places = {name: p if isinstance(p, str) else p.device.type for name, p in self._outputs.items()}
-        found = self._session.values(list(places), self._inputs)
+        """Run the session on what is bound.
+
+        Raises:
+            SessionError: an input is missing or unknown, or no output is bound.
+        """
+        if not self._outputs:
+            raise SessionError("no output is bound", where="IOBinding", hint="bind_output(name)")
+        found = self._session.values([*self._outputs], self._inputs)
         for (name, place), (value, dtype) in zip(self._outputs.items(), found, strict=True):
             if isinstance(place, torch.Tensor):
                 fill(place, value, f"output {name!r}")
                 value = place
-            elif isinstance(value, torch.Tensor):
+            elif isinstance(value, torch.Tensor) and not (place == "cpu" and value.is_cpu):
                 value = value.to(place)
             self._results[name] = OrtValue(value, dtype)

@@ -252,6 +252,10 @@ class InferenceSession:
     ) -> tuple[_Ready, Collection[int], Sequence[object]]:
         """The results of a call, the places among them of those that are wanted, and what they are."""
         places = self._places
+        if type(feed) is not dict:
+            check_type(feed, Mapping, "input_feed", '{"x": array}')
+        if isinstance(output_names, str):
+            raise InputError("a name, not a list of names", where="output_names", hint=f"[{output_names!r}]")
         try:
             picked = [places[name] for name in output_names] if output_names else places.values()
         except KeyError as error:
