@@ -175,3 +175,19 @@ def test_generates_eagers_tokens(name, scheme):
         got = model.generate(prompt, max_new_tokens=12, do_sample=False, cache_implementation="static", compile_config=config)
         assert torch.equal(got, wanted)
     assert any(len(p.state) for g in dynamo.graphs() for p in g.programs)
+
+
+@pytest.mark.parametrize("scheme", [None, "w4g64"])
+def test_generates_with_a_growing_cache(scheme):
+    """A `DynamicCache`: each token meets other lengths, for which nothing is read anew."""
+    model, _ = made("llama")
+    if scheme is not None:
+        tilewright.quantize_(model, scheme)
+    f = copy.copy(model)
+    f.forward = torch.compile(model.forward, backend="tilewright", dynamic=True, options=NOW)
+    for length in (7, 5):
+        prompt = ids(2, length)
+        wanted, got = (m.generate(prompt, max_new_tokens=8, do_sample=False) for m in (model, f))
+        assert torch.equal(got, wanted)
+    assert all(g.why is None and g.concrete is None for g in dynamo.graphs())
+    assert sum(g.compiled for g in dynamo.graphs()) <= 3

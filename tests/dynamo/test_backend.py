@@ -67,6 +67,28 @@ def test_attention_of_any_length_is_read_once():
     assert latest().compiled == 1 and latest().concrete is None and len(latest().programs) == 4
 
 
+@torch.fx.experimental._config.patch(use_duck_shape=False)
+def test_caches_that_grow_are_read_once():
+    """The lengths of keys and of values are symbols of their own; those that were equal at first are one dim."""
+
+    def attend(q, k, v):
+        return functional.scaled_dot_product_attention(q, k, v, scale=0.5)
+
+    def f(q, caches, new):
+        grown = [torch.cat((old, new), 2) for old in caches]
+        return attend(q, *grown[:2]) + attend(q, *grown[2:]), grown
+
+    g = compiled(f, dynamic=True)
+    q, new = torch.randn(2, 4, 3, 8), torch.randn(2, 4, 1, 8)
+    for first, second, readings in ((5, 5, 1), (6, 6, 1), (9, 9, 1), (6, 4, 2), (7, 9, 2), (9, 9, 2), (10, 10, 2)):
+        lengths = (first, first, second, second)
+        caches = [torch.randn(2, 4, n, 8) for n in lengths]
+        with torch.no_grad():
+            torch.testing.assert_close(g(q, caches, new), f(q, caches, new))
+        assert latest().concrete is None and latest().compiled == readings
+    assert len(graphs()) == 1 and len(latest().programs) == 6
+
+
 def test_a_size_that_is_computed_with():
     def f(x, w):
         y = (x @ w) * x.shape[0] + torch.arange(x.shape[0]).unsqueeze(1) / x.shape[0] ** 0.5

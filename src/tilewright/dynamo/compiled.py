@@ -271,19 +271,30 @@ class Compiled:
         if self._open and self.concrete is None:
             try:
                 opened = Open(self._module, args, constant, self.name)
-                made = compile(opened, dims=True, device=_device(args), budget_s=0, cache=self._options.cache)
-                ranges = opened, made
+                try:
+                    ranges = self._ranged(opened, args)
+                except TilewrightError:
+                    alike = opened.alike(args)  # lengths of keys and of values, which torch gives symbols of their own
+                    if not alike.united:
+                        raise
+                    ranges = self._ranged(alike, args)
             except TilewrightError as error:
                 self.concrete = str(error)
                 LOGGER.info("a graph of torch.compile (%s) is compiled for each shape: %s", self.name, error)
         return Held(args, sorted(constant), ranges)
 
+    def _ranged(self, opened: Open, args: Sequence[Any]) -> tuple[Open, AnyShape]:
+        return opened, compile(opened, dims=True, device=_device(args), budget_s=0, cache=self._options.cache)
+
     def _instance(self, held: Held, args: Sequence[Any]) -> Instance:
         options = self._options
         now = 0.0 if options.background else options.budget_s
         if held.ranges is not None:
-            opened, ranges = held.ranges
             try:
+                if not held.ranges[0].holds(args):
+                    self._read += held.ranges[1].compiled
+                    held.ranges = self._ranged(held.ranges[0].alike(args), args)
+                opened, ranges = held.ranges
                 values = opened.values(args)
                 program = ranges.measured(0.0 if held.instances else now, **{n: values[n] for n in ranges.dims})
                 return self._with_options(Instance(program, opened.at(args), args))

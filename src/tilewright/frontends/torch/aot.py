@@ -8,6 +8,7 @@ What a call gives that it only hands through, a number or a view of an argument,
 from __future__ import annotations
 
 import contextlib
+import copy
 import math
 import operator
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -29,8 +30,8 @@ from tilewright.frontends.torch.call import schema_of
 from tilewright.frontends.torch.export import OTHERWISE
 from tilewright.frontends.torch.reader import Reader
 from tilewright.frontends.torch.registry import TRANSLATIONS
-from tilewright.frontends.torch.symbols import Symbols, reading
-from tilewright.ir.dims import Scope, spelt
+from tilewright.frontends.torch.symbols import Symbols, dim_of, reading
+from tilewright.ir.dims import Dim, Scope, spelt
 from tilewright.ir.graph import Graph
 from tilewright.tracing import TRACING
 
@@ -217,7 +218,45 @@ class Open:
         read = (*self.concrete.inputs, *self.concrete.written)
         if not any(_is_symbolic(d) for place in read for d in cast("torch.Tensor", holders[place]).shape):
             raise UnsupportedError("no extent of the inputs is open", where=name)
-        self._ranges = dict(fakes.shape_env.var_to_range)
+        ranges = {s: fakes.shape_env.var_to_range.get(s) for s in self._places}
+        self._ranges = {s: r for s, r in ranges.items() if r is not None}
+        self._alike: list[dict[Any, int]] = []
+
+    def alike(self, args: Sequence[object]) -> Open:
+        """The same, where symbols are one dim that are equal for the arguments of this call, and of those that were given so
+        before: torch gives each key and each value of a cache a symbol, and does not say that they are equal."""
+        made = copy.copy(self)
+        made._alike = [*self._alike, self._values(args)]
+        return made
+
+    @property
+    def united(self) -> bool:
+        """Tell whether several symbols are one dim."""
+        return any(symbol is not one for symbol, one in self._ones().items())
+
+    def holds(self, args: Sequence[object]) -> bool:
+        """Tell whether what is taken to be equal (`alike`) is, for the arguments of a call."""
+        values = self._values(args)
+        return all(values[symbol] == values[one] for symbol, one in self._ones().items())
+
+    def _ones(self) -> dict[Any, Any]:
+        """Of each symbol, the one whose dim it is."""
+        if not self._alike:
+            return {s: s for s in self._places}
+        found: dict[tuple[int, ...], Any] = {}
+        return {s: found.setdefault(tuple(v[s] for v in self._alike), s) for s in self._places}
+
+    def _dims(self) -> dict[str, Dim]:
+        """The dim of each symbol that is one with others, by its name."""
+        together: dict[Any, list[Any]] = {}
+        for symbol, one in self._ones().items():
+            together.setdefault(one, []).append(symbol)
+        found: dict[str, Dim] = {}
+        for one, several in together.items():
+            dims = [dim_of(str(s), self._ranges.get(s)) for s in several]
+            dim = Dim(spelt(str(one)), max(d.low for d in dims), min(d.high for d in dims))
+            found |= {str(s): dim for s in several} if len(several) > 1 else {}
+        return found
 
     def graph(self, scope: Scope) -> Graph:
         """The program, its open extents in a scope.
@@ -226,12 +265,13 @@ class Open:
             UnsupportedError: control flow, random numbers, effects, types no graph holds, or torch's own operator is given an
                 open extent.
         """
-        with TRACING, torch.no_grad(), reading(Symbols(scope, self._ranges, {})):
+        with TRACING, torch.no_grad(), reading(Symbols(scope, self._ranges, self._dims())):
             return Reader(cast(Any, self.concrete), self.name, random=True).read()
 
     def values(self, args: Sequence[object]) -> dict[str, int]:
         """The values of the dims, by name, that the arguments of a call say."""
-        return {spelt(str(symbol)): value for symbol, value in self._values(args).items()}
+        values = self._values(args)
+        return {spelt(str(one)): values[one] for one in self._ones().values()}
 
     def at(self, args: Sequence[object]) -> Concrete:
         """How a call with these arguments is made, and any call of the same extents."""

@@ -63,14 +63,20 @@ class Symbols:
         raise UnsupportedError(f"an extent is {e}", hint="sums, products, quotients and remainders of dims are read")
 
     def _dim(self, symbol: str) -> Dim:
-        found, given = self._ranges.get(symbol), self._named.get(symbol)
-        low, high = (0, MOST) if found is None else (_bound(found.lower, 0), _bound(found.upper, MOST))
+        dim, given = dim_of(symbol, self._ranges.get(symbol)), self._named.get(symbol)
+        low, high = dim.low, dim.high
         if given is None:
-            return Dim(spelt(symbol), low, high)
+            return dim
         if max(low, given.low) > min(high, given.high):
             what = f"it is given as {given}, and the program was exported for {low} to {high}"
             raise InputError(what, where=f"dim {given.name!r}", hint="export it with wider bounds (torch.export.Dim)")
         return Dim(given.name, max(low, given.low), min(high, given.high), given.multiple_of)
+
+
+def dim_of(name: str, found: Any) -> Dim:
+    """A dim within torch's bounds of a symbol, if there are any."""
+    low, high = (0, MOST) if found is None else (_bound(found.lower, 0), _bound(found.upper, MOST))
+    return Dim(spelt(name), low, high)
 
 
 def _bound(value: Any, least: int) -> int:
@@ -128,9 +134,7 @@ def symbols_of(program: ExportedProgram, inputs: Mapping[str, object], options: 
     ranges = {str(s): r for s, r in program.range_constraints.items()}
     for symbol, place in first.items():
         if symbol not in named:
-            found = ranges.get(symbol)
-            low, high = (0, MOST) if found is None else (_bound(found.lower, 0), _bound(found.upper, MOST))
-            named[symbol] = Dim(spelt(place), low, high)
+            named[symbol] = dim_of(place, ranges.get(symbol))
     return Symbols(options.scope, ranges, named)
 
 
