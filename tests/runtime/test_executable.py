@@ -72,20 +72,22 @@ def test_arguments_by_position_and_by_name():
     assert list(ADD.input_types) == ["x", "y"] and str(ADD.input_types["x"]) == "f32[4,4]"
 
 
-def test_tensors_that_are_what_a_program_wants_are_not_looked_at_twice(monkeypatch):
+def test_arrays_that_are_what_a_program_wants_are_not_looked_at_twice(monkeypatch):
     looked_at = []
     real = arrays.from_user
     monkeypatch.setattr(arrays, "from_user", lambda value, *rest: looked_at.append(value) or real(value, *rest))
     x, y = torch.randn(4, 4), torch.randn(4, 4)
     torch.testing.assert_close(ADD(x, y.t()), x @ y.t() + x)
     torch.testing.assert_close(ADD(x, y=y), x @ y + x)
+    np.testing.assert_allclose(ADD(x.numpy(), y.numpy()), x @ y + x, rtol=1e-5, atol=1e-5)
     assert not looked_at
-    others = [x.clone().requires_grad_(), torch.imag(torch.complex(y, y).conj()), x.numpy(), torch.nn.Parameter(x), Lent(x)]
+    views = [x.numpy().T, x.numpy()[::-1], x.numpy().astype(">f4"), np.ma.array(x.numpy())]
+    others = [x.clone().requires_grad_(), torch.imag(torch.complex(y, y).conj()), *views, torch.nn.Parameter(x), Lent(x)]
     for other in others:
         with torch.no_grad():
             ADD(other, y)
     assert [id(v) for v in looked_at] == [id(o) for o in others]
-    for wrong in (x.double(), x[:3], x.to("meta"), x.to_sparse()):
+    for wrong in (x.double(), x[:3], x.to("meta"), x.to_sparse(), x.double().numpy(), x[:3].numpy()):
         with pytest.raises(InputError):
             ADD(wrong, y)
 
