@@ -184,6 +184,19 @@ def test_quantize_leaves_such_layers_and_says_who_takes_them_over():
     assert "accelerate_ takes it over" in tilewright.quantize_(model).skipped["up"]
 
 
+def test_quantize_leaves_layers_whose_inputs_accelerate_moves():
+    model = placed(torch.nn.Linear(64, 24))
+    model["up"]._hf_hook = object()
+    assert tilewright.quantize_(model).skipped == {"up": "accelerate moves its inputs by a hook, which would be lost"}
+
+
+def test_accelerate_s_own_hooks_stay():
+    hooks = pytest.importorskip("accelerate.hooks")
+    model = placed(torch.nn.Linear(64, 24))
+    hooks.add_hook_to_module(model["up"], hooks.AlignDevicesHook(execution_device="cpu"))
+    assert "accelerate moves" in tilewright.quantize_(model).skipped["up"]
+
+
 def llama():
     set_seed(0)
     sizes = {"vocab_size": 96, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1}

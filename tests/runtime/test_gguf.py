@@ -175,6 +175,9 @@ def test_a_model_is_read_by_the_names_of_transformers(architecture, tmp_path):
         torch.testing.assert_close(fresh(ids).logits, model(ids).logits, rtol=1e-4, atol=1e-5)
 
 
+KIND = text("general.architecture")
+
+
 def test_broken_files_are_refused(tmp_path):
     raw = random_blocks("Q8_0", 2, 64).tobytes()
     good = write(tmp_path / "good.gguf", {"a.weight": ("Q8_0", (2, 64), raw)}).read_bytes()
@@ -186,6 +189,8 @@ def test_broken_files_are_refused(tmp_path):
         "a table of [0-9]+ entries": good[:8] + b"\xff" * 8 + good[16:],
         "its tables end at byte": good[:60],
         r"'a.weight' ends beyond the file's end": good[:-32],
+        "a fact of type 77": good.replace(KIND + struct.pack("<I", 8), KIND + struct.pack("<I", 77)),
+        "an array of type 9": good.replace(KIND + struct.pack("<I", 8), KIND + struct.pack("<II", 9, 9)),
     }
     for message, content in cases.items():
         path.write_bytes(content)
@@ -196,6 +201,11 @@ def test_broken_files_are_refused(tmp_path):
         (r"an alignment of 3", {"a.weight": ("Q8_0", (2, 64), raw)}, {"general.alignment": 3}),
         (r"a tensor of shape \[0, 64\]", {"a.weight": ("Q8_0", (0, 64), b"")}, None),
         (r"a tensor of 5 axes", {"a.weight": ("F32", (1, 1, 1, 1, 1), bytes(4))}, None),
+        (
+            "stands in its table twice",
+            {n: ("F32", (32,), bytes(128)) for n in ("output.weight", "lm_head.weight")},
+            {"general.architecture": "qwen2"},
+        ),
         (
             "'blk.0.attn_q.weight' has 2 rows for 4 heads",
             {"blk.0.attn_q.weight": ("Q8_0", (2, 64), raw)},
