@@ -4,8 +4,9 @@
 
 One program for ranges is called at random shapes, drawn by their logarithms, and its results are compared with onnxruntime's.
 Printed are how often it was compiled; the seconds of the first call at a shape (an instance: kernels are built and checked) and
-of a later one, beside onnxruntime's; the memory of this process that is no file's, after one shape and after all. For some of
-the shapes it is timed in turns with a program compiled for that shape alone, within the same budget.
+of a later one, beside onnxruntime's. For some of the shapes it is timed in turns with a program compiled for that shape alone,
+within the same budget. Memory that is no file's is looked at in processes of their own, without onnxruntime: of the program for
+ranges after all shapes, and of one for the largest of them alone.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import contextlib
 import io
 import random
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -27,6 +29,7 @@ import numpy as np
 
 BATCH, LENGTH = (1, 64), (1, 512)
 TURNS = 7
+WAIT_S = 0.1
 
 
 @click.command()
@@ -38,8 +41,17 @@ TURNS = 7
 @click.option("--tokens", default=2048, show_default=True, help="Most of them in a call.")
 @click.option("--seed", default=0, show_default=True)
 @click.option("--model", type=click.Path(path_type=Path), help="Where the exported model is kept; made if it is not there.")
+@click.option("--weigh", type=click.Choice(["ranges", "one"]), help="Print the memory of one kind of program alone.")
 def main(
-    layers: int, shapes: int, compared: int, budget: float, threads: int, tokens: int, seed: int, model: Path | None
+    layers: int,
+    shapes: int,
+    compared: int,
+    budget: float,
+    threads: int,
+    tokens: int,
+    seed: int,
+    model: Path | None,
+    weigh: str | None,
 ) -> None:
     """Print what a program for ranges costs beside one for a shape."""
     import onnxruntime
@@ -52,14 +64,17 @@ def main(
         path = Path(folder, "bert.onnx") if model is None else model
         if not path.exists():
             exported(path, layers)
+        drawn = shapes_of(shapes, tokens, seed)
+        if weigh is not None:
+            print(weight(path, drawn, weigh, budget, threads))
+            return
         options = onnxruntime.SessionOptions()
         options.intra_op_num_threads = threads
         session = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
-        began, before = time.perf_counter(), anonymous_mb()
+        began = time.perf_counter()
         program = tilewright.compile(path, dims={"batch": BATCH, "length": LENGTH}, budget_s=budget, threads=threads)
         print(f"compiled in {time.perf_counter() - began:.1f} s, {program.made} shapes measured; {program!r}")
-        drawn, apart, firsts = shapes_of(shapes, tokens, seed), 0.0, list[float]()
-        ratios, one_mb, rows = list[float](), 0.0, list[tuple[tuple[int, int], float, float]]()
+        apart, firsts, ratios, rows = 0.0, list[float](), list[float](), list[tuple[tuple[int, int], float, float]]()
         for i, shape in enumerate(drawn):
             given = arrays(*shape)
             first, found = timed(lambda given=given: program(**given))
@@ -69,17 +84,34 @@ def main(
             firsts.append(first)
             ratios.append(ours / theirs)
             rows.append((shape, ours, theirs))
-            one_mb = one_mb or anonymous_mb() - before
             print(f"{i + 1:3} batch {shape[0]:2} length {shape[1]:3}: first {first:6.2f} s, then {ours * 1e3:8.2f} ms, "
                   f"onnxruntime {theirs * 1e3:8.2f} ms, largest difference so far {apart:.1e}", flush=True)  # fmt: skip
-        all_mb = anonymous_mb() - before
         print(f"compiled {program.compiled} times, {program.made} instances")
         print(f"first call of a shape: {statistics.median(firsts):.2f} s (median), {max(firsts):.2f} s (longest)")
         print(f"beside onnxruntime: {statistics.geometric_mean(ratios):.2f} of its time (geometric mean)")
-        print(f"memory: {one_mb:.0f} MB after one shape, {all_mb:.0f} MB after {shapes}: {all_mb / one_mb:.2f} times")
+        waits = sum(f - r[1] > WAIT_S for f, r in zip(firsts, rows, strict=True))
+        print(f"waits: {waits} first calls took {WAIT_S} s more than later ones")
+        same = [
+            "--model",
+            str(path),
+            "--shapes",
+            str(shapes),
+            "--tokens",
+            str(tokens),
+            "--budget",
+            str(budget),
+            "--seed",
+            str(seed),
+        ]
+        mb = {kind: float(called([*same, "--threads", str(threads), "--weigh", kind])) for kind in ("one", "ranges")}
+        times = mb["ranges"] / mb["one"]
+        print(
+            f"memory: {mb['one']:.0f} MB for the largest shape alone, {mb['ranges']:.0f} MB after {shapes}: {times:.2f} times"
+        )
         slower = list[float]()
         for shape, _, _ in sorted(rows)[:: max(1, len(rows) // max(compared, 1))][:compared]:
-            given, dims = arrays(*shape), dict.fromkeys(("input_ids", "attention_mask"), shape)
+            given = arrays(*shape)
+            dims: dict[str, tuple[int, int]] = dict.fromkeys(("input_ids", "attention_mask"), shape)
             alone = tilewright.compile(path, input_dims=dims, budget_s=budget, threads=threads)
             ours, single = in_turns([lambda given=given: program(**given), lambda given=given, p=alone: p(**given)])
             slower.append(ours / single)
@@ -87,6 +119,29 @@ def main(
                   f"{ours / single:.3f} times", flush=True)  # fmt: skip
         if slower:
             print(f"beside a program for one shape: {statistics.geometric_mean(slower):.3f} times (geometric mean)")
+
+
+def weight(path: Path, drawn: list[tuple[int, int]], kind: str, budget: float, threads: int) -> float:
+    """Memory of this process, in MB, with a program for ranges that was called at all shapes, or one for the largest shape."""
+    import tilewright
+
+    before = anonymous_mb()
+    if kind == "ranges":
+        program = tilewright.compile(path, dims={"batch": BATCH, "length": LENGTH}, budget_s=budget, threads=threads)
+        for shape in drawn:
+            program(**arrays(*shape))
+    else:
+        most = max(drawn, key=lambda s: s[0] * s[1])
+        dims: dict[str, tuple[int, int]] = dict.fromkeys(("input_ids", "attention_mask"), most)
+        program = tilewright.compile(path, input_dims=dims, budget_s=budget, threads=threads)
+        for _ in range(3):
+            program(**arrays(*most))
+    return anonymous_mb() - before
+
+
+def called(args: list[str]) -> str:
+    """The last line that this program prints when it is called with arguments."""
+    return subprocess.run([sys.executable, __file__, *args], capture_output=True, text=True, check=True).stdout.split("\n")[-2]
 
 
 def exported(path: Path, layers: int) -> None:

@@ -12,6 +12,7 @@ read and rewritten anew, for it and those like it; that is a *region*.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import threading
 import time
 from collections import Counter, OrderedDict
@@ -52,6 +53,7 @@ NEAR = 8.0  # times as much work, or as little, for which what was measured serv
 LIKE = 4.0  # the same of what was not measured
 ANCHORS = (0.5, 0.25, 0.75)  # of the logarithm of each range: the shapes that are measured, as long as there is time
 LEAST_PART = 0.2  # of the budget, without which no further one is
+PREPARED = (0.4, 0.6, 0.2, 0.3, 0.1)  # likewise: shapes whose kernels are made and checked beforehand, in what time is left
 CHECKED = 3  # shapes at which a point is checked that large problems take
 LARGE_OPS = 1 << 28  # of a problem, from which it is: a smaller one is checked in milliseconds
 MOST_REGIONS = 16
@@ -185,6 +187,11 @@ class AnyShape:
                     if all(d.high < MOST for d in self.dims.values()):
                         raise
                     LOGGER.info("not measured at %s: %s", values, error.what)
+            for part in PREPARED:
+                if time.monotonic() < ends:
+                    with contextlib.suppress(InputError, UnsupportedError, TypeMismatchError):
+                        self.at(**first.scope.within(part))
+            _return_memory()
 
     def __repr__(self) -> str:
         """One line: the dims, where, and how many instances there are."""
@@ -582,6 +589,12 @@ def _like(values: Mapping[str, int], scope: Scope) -> dict[str, int]:
                     found = tried
                     break
     return found
+
+
+def _return_memory() -> None:
+    """Give back to the system what checks and measurements left free in the C library's heap, where it can."""
+    with contextlib.suppress(AttributeError, OSError, TypeError):
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def open_dims(graph: Graph) -> bool:
