@@ -7,6 +7,8 @@ import pytest
 
 pytest.importorskip("triton")
 
+from ptx import emulate
+
 from tests.candidates.triton.hopper.test_attention import coded
 from tests.candidates.triton.hopper.test_gemm import H200, WHOLE, layer
 from tilewright.candidates.triton.attention.heads import heads_of
@@ -18,17 +20,20 @@ from tilewright.candidates.triton.gemm.kernel import TileConfig, write
 from tilewright.candidates.triton.hopper.attention import candidate as hopper_attention
 from tilewright.candidates.triton.hopper.attention.kernel import TileConfig as HopperTile
 from tilewright.candidates.triton.hopper.attention.kernel import kernel_text as hopper_attention_text
+from tilewright.candidates.triton.hopper.gemm import candidate as hopper_gemm
 from tilewright.candidates.triton.hopper.gemm.epilogue import write as write_hopper
 from tilewright.candidates.triton.hopper.gemm.plan import plan_of
 from tilewright.candidates.triton.hopper.gemm.run import compiled
 from tilewright.candidates.triton.hopper.gemm.spec import spec_of
 from tilewright.candidates.triton.runtime.module import assembly, needs
-from tilewright.dtype import F8E4M3FN, F16, F32, S8, U8
+from tilewright.dtype import F8E4M3FN, F16, F32, S8, S32, U8
 from tilewright.ir.build import const, convert, input_, map_
 from tilewright.ir.graph import Node
 from tilewright.ir.ops import Acc, Dequantize, Gemm, Param, Quantize
-from tilewright.schedule.candidate import plan_for
+from tilewright.schedule.candidate import Schedule, plan_for
+from tilewright.schedule.expected import check, expect
 from tilewright.schedule.problem import problem_of
+from tilewright.schedule.sample import random_sources
 
 STEPS = {
     "scales": lambda x, s, z: map_("multiply", map_("multiply", x, const(s, F32)), const(s / 3, F32)),
@@ -70,6 +75,23 @@ def test_other_numbers_are_the_same_text(step, out):
         assert a.numbers.keys() == b.numbers.keys() and a.signature == b.signature
         assert all(x != y for x, y in zip(a.numbers.values(), b.numbers.values(), strict=True)), "each of them differs"
         assert not re.search(r"0\.0[34]|\b(117|93|0\.006)\b", a.text)
+
+
+ODD = [0.0, -0.0, -1.0, 0.5, -0.3, 1e-42, -(2.0**-126), 3e38, float("inf"), float("-inf"), float("nan")]
+
+
+@pytest.mark.parametrize("scale", ODD)
+def test_any_number_gives_what_it_means(scale):
+    """As a factor, as a divisor and as a bound, each of them an argument or, where less is to be done, a literal."""
+    src = [input_("x", S8, (130, 64)), input_("w", S8, (64, 64))]
+    params = [Node(Param(i, s.tensor)) for i, s in enumerate(src)]
+    acc = convert(Node(Acc(Gemm(S32, *params, (params[0],)).acc_type)), F32)
+    number = const(scale, F32)
+    stores = tuple(map_(how, acc, number) for how in ("multiply", "divide", "maximum"))
+    p = problem_of(Node(Gemm(S32, *params, stores), *src))
+    sources = random_sources(p)
+    point = Schedule.of_point(replace(WHOLE, tile_n=64, blocks=2))
+    assert check(p, expect(p, sources), emulate(hopper_gemm.CANDIDATE, p, point, sources)) is None
 
 
 def test_what_less_is_done_with_is_written_as_it_is():

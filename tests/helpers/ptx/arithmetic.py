@@ -37,6 +37,7 @@ FLOAT = {
     "max": np.fmax,
     "abs": np.abs,
     "neg": np.negative,
+    "copysign": lambda sign, x: np.copysign(x, sign),
     "div": np.divide,
     "sqrt": np.sqrt,
     "rcp": lambda x: (x.dtype.type(1) / x).astype(x.dtype),
