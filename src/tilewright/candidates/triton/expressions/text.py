@@ -64,7 +64,7 @@ class Text:
     def number(self, key: Hashable, value: Number) -> str:
         """The argument for a number: a float, passed as f32, or an integer of 32 bits.
 
-        Zero, one and infinities, with which less is to be done, are written as they are; but -0, which Triton reads as 0, is not.
+        Zero, one and infinities, with which less is to be done, are written as they are; -0, which Triton reads as 0, is not.
         `key` says what the number stands for: equal ones that mean different things are two arguments, or they would be one in
         some problems and two in others.
         """
