@@ -114,7 +114,7 @@ def test_torch_is_alone_for_longer_the_more_often_it_stood_still(monkeypatch):
     assert torch.get_num_threads() == before
 
 
-@pytest.mark.parametrize("wrong", [0, -1, 1.5, "2", True])
+@pytest.mark.parametrize("wrong", [0, -1, 1.5, "2", True, 9999])
 def test_what_is_no_number_of_threads_is_told(wrong):
     with pytest.raises(InputError, match="is no number of threads"):
         threads.check(wrong)
@@ -172,6 +172,8 @@ def test_the_command_line_says_how_many_threads(counts):
         threads._say(0)
     wrong = CliRunner().invoke(cli, ["gemm", "f32[8,16] @ f32[16,8]", "--threads", "0"])
     assert wrong.exit_code == 2 and "--threads" in wrong.output
+    many = CliRunner().invoke(cli, ["gemm", "f32[8,16] @ f32[16,8]", "--threads", "9999"])
+    assert many.exit_code == 2 and "threads=9999 is no number of threads\n  try: 1 to 1024" in many.output
 
 
 @pytest.mark.parametrize("call", [tilewright.compile, tilewright.compile_rows])

@@ -17,6 +17,7 @@ import torch
 
 from tilewright.errors import InputError
 
+MOST = 1024  # threads that may be asked for: to start ten thousand takes a minute and a half
 CGROUPS = Path("/sys/fs/cgroup")
 AWAY_S = 0.002  # of a call in which its thread did not run: more than the system's own work takes
 HOLD_S, LONGEST_HOLD_S = 0.25, 8.0  # for which torch then uses one thread
@@ -84,9 +85,10 @@ def check(threads: object) -> int | None:
     Raises:
         InputError: it is none.
     """
-    if threads is None or (isinstance(threads, int) and not isinstance(threads, bool) and threads >= 1):
+    if threads is None or (isinstance(threads, int) and not isinstance(threads, bool) and 1 <= threads <= MOST):
         return threads
-    raise InputError(f"threads={threads!r} is no number of threads", hint="1 or more; None for as many as torch has")
+    hint = f"1 to {MOST}; None, or no --threads, for as many as torch has"
+    raise InputError(f"threads={threads!r} is no number of threads", hint=hint)
 
 
 @contextmanager

@@ -532,6 +532,10 @@ def test_an_extent_stays_open_within_bounds(tmp_path: Path) -> None:
     assert "f32[n,4]" in text
     ran = json.loads(invoke("run", path, "--dim", "n=4:64:4", "--json", *FAST).stdout)
     assert ran["outputs"][0]["type"] == "f32[16,4]", ran  # the middle
+    for verb in ("read", "run"):
+        unknown = invoke(verb, path, "--dim", "n=4:64:4", "--dim", "m=1:8")
+        assert unknown.exit_code == 2
+        assert "no open extent of the program is called 'm' (--dim)\n  try: it has n" in unknown.output
     wrong = invoke("read", path, "--dim", "n=64")
     assert wrong.exit_code == 2
     assert "no NAME=LOW:HIGH or NAME=LOW:HIGH:STEP" in " ".join(wrong.stderr.split())

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from tilewright.cli.options import F, all_of, file_options, fill_options, inputs_option
+from tilewright.errors import InputError
 from tilewright.progress import said
 
 if TYPE_CHECKING:
@@ -53,7 +54,8 @@ class Given:
         their bounds, unless they are left so.
 
         Raises:
-            InputError: it cannot be read, does not fit, or has no input whose first axis `batch` could be.
+            InputError: it cannot be read, does not fit, or has no input whose first axis `batch` could be, and no extent of
+                one of the names in `dims`.
         """
         from tilewright.frontends import load
         from tilewright.report.measure.inputs import check_memory
@@ -62,9 +64,15 @@ class Given:
         with progress(f"reading {self.file.name}"):
             graph = load(self.file, options)
         if options.dims:
+            from tilewright.ir.dims import spelt
             from tilewright.ir.instance import dims_of, instance
 
             scope = dims_of(graph)
+            found = options.scope.dims | (scope.dims if scope is not None else {})
+            left = [name for name in self.dims if spelt(name) not in found]
+            if left:
+                hint = f"it has {', '.join(found)}" if found else "leave --dim out: it leaves none open"
+                raise InputError(f"no open extent of the program is called {left[0]!r}", where="--dim", hint=hint)
             if leave_open:
                 return graph
             graph = graph if scope is None else instance(graph, scope.within(0.5))

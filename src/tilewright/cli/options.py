@@ -41,8 +41,9 @@ class Command(click.Command):
         elif seconds is not None or gib is not None:
             raise click.UsageError("--time-limit and --memory-limit belong to --untrusted", ctx)
         if threads is not None:
-            from tilewright.threads import adopt
+            from tilewright.threads import adopt, check
 
+            check(threads)
             adopt(threads)
         return super().invoke(ctx)
 
