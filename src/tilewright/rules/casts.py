@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tilewright.dtype import BF16, F16, F32, DType
+from tilewright.dtype import BF16, F8E4M3FNUZ, F8E5M2FNUZ, F16, F32, DType
 from tilewright.ir.build import const
 from tilewright.ir.constant import is_rounding, scalar_value
 from tilewright.ir.graph import Node
@@ -25,12 +25,12 @@ def before_cast(node: Node, dtype: DType) -> Node | None:
 
 
 def holds(wide: DType, narrow: DType) -> bool:
-    """Tell whether every value of `narrow` is one of `wide`."""
+    """Tell whether every value of `narrow` is one of `wide`, minus zero included."""
     if wide.kind == "opaque" or narrow.kind == "opaque":
         return False
     if wide.is_float:
         if narrow.is_float:
-            return wide.bits > narrow.bits
+            return wide.bits > narrow.bits and wide not in (F8E4M3FNUZ, F8E5M2FNUZ)
         return max(-narrow.min, narrow.max) <= 2 / wide.epsilon
     return not narrow.is_float and wide.kind != "pred" and wide.min <= narrow.min and narrow.max <= wide.max
 
