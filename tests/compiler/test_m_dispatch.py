@@ -34,6 +34,7 @@ class Fake:
     kinds = frozenset({"gemm"})
     devices = frozenset({"cpu"})
     preference = 5
+    package = ""
     packing_knobs = ("nr",)
 
     def __init__(self, name, packings, most=10**9, packed=0):
