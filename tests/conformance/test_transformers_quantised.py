@@ -1,4 +1,4 @@
-"""Tiny models of transformers that are quantised as they are loaded: as `quantize_` does it, and the same once saved and read."""
+"""Tiny models of transformers, quantised as they are loaded: as `quantize_` does it, and the same once saved and read."""
 
 import pytest
 import torch
