@@ -76,7 +76,7 @@ class Walk:
         self._active: list[tuple[int, str | None]] = []
         self._scopes: list[_Scope] = []
         self.count = 0
-        self.known = KnownValues()
+        self.known: KnownValues = KnownValues()
 
     def signature(self, labels: Sequence[str]) -> tuple[list[str], list[Any]]:
         """Names and MLIR types of the entry function's arguments; `labels` where they are as many, else the module's names.
