@@ -50,10 +50,11 @@ if TYPE_CHECKING:
 
 KEPT = 64  # instances
 NEAR = 8.0  # times as much work, or as little, for which what was measured serves
-LIKE = 4.0  # the same of what was not measured
+LIKE = 1.5  # times as much work for which what was not measured serves; of less work, NEAR
 ANCHORS = (0.5, 0.25, 0.75)  # of the logarithm of each range: the shapes that are measured, as long as there is time
 LEAST_PART = 0.2  # of the budget, without which no further one is
 PREPARED = (0.4, 0.6, 0.2, 0.3, 0.1)  # likewise: shapes whose kernels are made and checked beforehand, in what time is left
+LONG_CHECK_S = 0.01  # after which what it left free goes back to the system
 CHECKED = 3  # shapes at which a point is checked that large problems take
 LARGE_OPS = 1 << 28  # of a problem, from which it is: a smaller one is checked in milliseconds
 MOST_REGIONS = 16
@@ -363,6 +364,8 @@ class AnyShape:
         if self._background and self._budget_s > 0:
             self._searched_on(program, region, parts, keys)
         self.made += 1
+        if any(step.decision is not None and step.decision.checked_s > LONG_CHECK_S for step in program.steps):
+            _return_memory()
         return program
 
     def _new_region(self, values: Mapping[str, int]) -> _Region:
@@ -399,10 +402,16 @@ class AnyShape:
 
         return chosen
 
-    def _near(self, among: Mapping[Key, Sequence[Decision]], key: Key, problem: AnyProblem, times: float) -> Decision | None:
-        """The decision for the nearest problem, of so many times the work at most."""
-        found = min(among.get(key, ()), key=lambda d: apart(d.problem, problem), default=None)
-        return found if found is not None and apart(found.problem, problem) <= times else None
+    def _near(self, among: Mapping[Key, Sequence[Decision]], key: Key, problem: AnyProblem, less: float) -> Decision | None:
+        """The decision for the nearest problem: of `NEAR` times the work at most, or so many times less. Blocks that were
+        chosen for few rows make many read a weight again and again; those for many do for few."""
+        size = sum(t.elements for t in problem.outputs)
+        near = [
+            (times, d)
+            for d in among.get(key, ())
+            if (times := apart(d.problem, problem)) <= (NEAR if sum(t.elements for t in d.problem.outputs) >= size else less)
+        ]
+        return min(near, key=lambda pair: pair[0], default=(0.0, None))[1]
 
     def _unmeasured(
         self,
