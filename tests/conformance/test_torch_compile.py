@@ -191,3 +191,18 @@ def test_generates_with_a_growing_cache(scheme):
         assert torch.equal(got, wanted)
     assert all(g.why is None and g.concrete is None for g in dynamo.graphs())
     assert sum(g.compiled for g in dynamo.graphs()) <= 3
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_halves_are_as_near_to_f32_as_eagers(dtype):
+    model, inputs = made("llama")
+    half = copy.deepcopy(model).to(dtype)
+    f = torch.compile(half, backend="tilewright", dynamic=True, options=NOW)
+    with torch.no_grad():
+        for batch, length in ((2, 9), (3, 17), (5, 4)):
+            given = inputs(batch, length)
+            wanted, eager, got = (m(**given).logits for m in (model, half, f))
+            assert got.dtype == dtype
+            ours, theirs = ((x.float() - wanted).abs().max() for x in (got, eager))
+            assert ours <= 1.5 * theirs
+    assert sum(g.compiled for g in dynamo.graphs()) == 1
