@@ -10,6 +10,7 @@ import sys
 import threading
 from dataclasses import fields, replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
 import numpy as np
@@ -547,6 +548,14 @@ def test_a_disk_that_has_no_room_keeps_nothing(tmp_path, cache, monkeypatch, cap
     with caplog.at_level(logging.INFO, logger="tilewright"):
         compiled(model(tmp_path / "m" / "m.onnx"))
     assert "a program is not kept: cannot be written: No space left on device" in caplog.text
+
+
+def test_a_disk_that_is_nearly_full_is_left_and_that_is_said(tmp_path, cache, monkeypatch, caplog):
+    monkeypatch.setattr(programs.shutil, "disk_usage", lambda path: SimpleNamespace(free=2 * 2 * 4 * K * K))
+    with caplog.at_level(logging.INFO, logger="tilewright"):
+        compiled(model(tmp_path / "m" / "m.onnx"))
+    assert "a program is not kept: its disk has 0.0 MiB free, and 0.0 are wanted" in caplog.text
+    assert not [*cache.glob("*.twp")]
 
 
 def test_a_digest_is_of_all_bytes_and_a_stamp_alone_is_never_believed(tmp_path):

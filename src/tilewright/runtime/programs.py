@@ -238,7 +238,10 @@ class Place(Generic[E]):
         try:
             path = self._path(request)
             with alone(path.parent / "lock", WAIT_S) as held:
-                if held and not self._there(path, kept) and shutil.disk_usage(path.parent).free > FREE * size:
+                if held and not self._there(path, kept):
+                    if (free := shutil.disk_usage(path.parent).free) <= FREE * size:
+                        what = f"its disk has {free / 2**20:,.1f} MiB free, and {FREE * size / 2**20:,.1f} are wanted"
+                        raise InputError(what, where=str(path.parent), hint="TILEWRIGHT_CACHE names another folder")
                     keep(program, read, kept, path)
                     _forget_oldest(path, most)
         except (TilewrightError, OSError) as error:
