@@ -179,6 +179,72 @@ def test_a_broken_candidate_is_left_out_with_its_package_and_error_named(tmp_pat
     assert "unfound) is left out: AttributeError" in err
 
 
+PLAN = """class Odd:
+        def schedules(self): {schedules}
+        def build(self, schedule): {build}
+        def work(self, schedule): raise TypeError('no work')
+        def leading(self): raise TypeError('no leading')
+        def pieces(self): raise TypeError('no pieces')
+        def compile(self, schedule): raise TypeError('no code')
+    return Odd()"""
+ODD = {
+    "without_points": ("raise KeyError('no points')", "pass"),
+    "ending_early": ("yield Schedule.of(way=0); raise KeyError('no more')", "return build(problem, schedule)"),
+    "building_nothing": ("return [Schedule.of(way=0)]", "return None"),
+}
+
+
+def test_a_plan_that_breaks_later_stops_nothing(tmp_path):
+    files = {}
+    for name, (schedules, build) in ODD.items():
+        text = product(name).replace("GEMM, CPU, 0", "GEMM, CPU, 60")  # behind ours
+        files[f"{name}.py"] = re.sub("return FixedPlan.*", PLAN.format(schedules=schedules, build=build), text)
+    install(tmp_path, "odd-plans", files, {CANDIDATES: {name: name for name in ODD}})
+    program = (
+        COMPILED.format(budget_s=20)
+        + """
+print([str(r) + ": " + r.why for r in p.steps[0].decision.rejected], len(str(p.explain())))
+from tilewright.frontends import LoadOptions
+module = torch.nn.Linear(16, 24).eval()
+load = lambda rows: tilewright.load(module, LoadOptions(example_inputs=(torch.empty(rows, 16),)))
+p, x = tilewright.compile_rows(load, last=4, budget_s=1), torch.randn(3, 16)
+torch.testing.assert_close(p(x), module(x), rtol=1e-4, atol=1e-5)
+"""
+    )
+    out, err = run(program, tmp_path, TILEWRIGHT_CACHE=str(tmp_path))
+    assert re.match("chosen: (llvm|split|aten)", out)
+    assert "building_nothing (way=0): failed to build: it built a NoneType, and no kernel" in out
+    for said in (
+        "without_points failed in schedules: KeyError: 'no points'",
+        "ending_early failed in work: TypeError: no work",
+    ):
+        assert f"plug-in odd-plans 0.1: candidate {said}" in err
+
+
+def test_one_that_is_built_in_a_worker_alone_is_not_chosen(tmp_path):
+    text = product("only_there").replace(
+        "def build(problem, schedule):",
+        "def build(problem, schedule):\n    assert 'tilewright.compiler' not in sys.modules, 'not here'",
+    )
+    install(tmp_path, "only-there", {"only_there.py": f"import sys\n{text}"}, {CANDIDATES: {"it": "only_there"}})
+    program = """
+import tilewright.compiler
+from tilewright.hardware.detect import detect
+from tilewright.ir.notation import parse
+from tilewright.schedule.candidate import discover
+from tilewright.schedule.problem import problem_of
+from tilewright.schedule.search import search
+problem = problem_of(parse("f32[7,13] @ f32[13,5]").outputs[0])
+for others in (["reference"], ["llvm", "reference"]):
+    found = [c for c in discover() if c.name in ("only_there", *others)]
+    d = search(problem, detect("cpu"), budget_s=0.2, candidates=found)
+    print(d.kernel.candidate, [r.why for r in d.rejected if r.candidate == "only_there" and r.kind == "unbuilt"])
+"""
+    out, _ = run(program, tmp_path, TILEWRIGHT_WORKER="1", TILEWRIGHT_CACHE=str(tmp_path))
+    first, second = out.splitlines()
+    assert first.startswith("reference ['failed to build in this process: not here'") and second.startswith("llvm")
+
+
 def test_metadata_that_cannot_be_read_stops_nothing(tmp_path):
     one_product(tmp_path)
     for package, text in (("nameless", None), ("odd", "Version: 1\n\n")):

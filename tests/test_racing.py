@@ -11,6 +11,7 @@ from racers import LOST, PROBLEM, WRONG, in_columns, jittering, slow, sound
 
 import tilewright
 from tilewright.errors import InputError, UnsupportedError
+from tilewright.frontends import LoadOptions
 from tilewright.ir.graph import Graph
 from tilewright.ir.notation import parse
 
@@ -230,3 +231,11 @@ def test_times_are_checked(name):
 def test_a_problem_with_state_is_refused():
     with pytest.raises(UnsupportedError, match="the problem keeps state between calls, and functions have none"):
         race(Counter(), [sound], example_inputs=(torch.randn(3, 3),))
+
+
+def test_a_problem_with_open_extents_is_refused():
+    rows = torch.export.Dim("rows", min=2, max=16)
+    exported = torch.export.export(torch.nn.Linear(8, 4), (torch.randn(3, 8),), dynamic_shapes=({0: rows},))
+    graph = tilewright.load(exported, LoadOptions(dims=True))
+    with pytest.raises(UnsupportedError, match="the problem leaves extents open, and functions race at one shape"):
+        race(graph, [sound])

@@ -14,6 +14,7 @@ from typing import Any, TypeVar, cast
 
 import torch
 
+from tilewright.any_shape import AnyShape
 from tilewright.compiler import compile
 from tilewright.errors import InputError, UnsupportedError, check_type, say
 from tilewright.ir.evaluate import evaluate, evaluate_nodes
@@ -99,6 +100,9 @@ def race(
         if not 0 < seconds < math.inf:
             raise InputError(f"{seconds} seconds", where=name, hint="more than 0")
     program = compile(_read(problem), example_inputs=example_inputs, device=device, budget_s=budget_s, threads=threads)
+    if isinstance(cast("object", program), AnyShape):
+        what = "the problem leaves extents open, and functions race at one shape"
+        raise UnsupportedError(what, hint="a Graph or example inputs of that shape")
     source = program.source
     if source.state:
         raise UnsupportedError("the problem keeps state between calls, and functions have none", where=source.name)
@@ -169,7 +173,7 @@ def _contest(
     a program: by their root mean square.
     """
     source = program.source
-    values = [t.detach().contiguous() for t in bind(program, feeds)]
+    values = [t.detach().cpu().contiguous() for t in bind(program, feeds)]
     bounded = _by_step(program, values)
     if bounded is not None:
         e = bounded
@@ -179,9 +183,8 @@ def _contest(
             judged = exact_gap(got, r) if e.exact[i] else element_gap(got, r, low, high)
             return replace(judged, **_furthest(got, r, low, high)), "element"
     else:
-        given = [v.cpu() for v in values]
         with torch.no_grad():
-            reference = cast("list[torch.Tensor]", evaluate(source, given, float64=True))
+            reference = cast("list[torch.Tensor]", evaluate(source, values, float64=True))
         coarsest = [coarsest_rounding(n) for n in source.outputs]
         e = _as_a_whole(reference, coarsest)
 

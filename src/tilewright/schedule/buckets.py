@@ -47,6 +47,7 @@ LOOKED_AT = 64  # points of a candidate's space, the best first, among which its
 FAMILIES = 3  # of one candidate that are measured
 UNKNOWN_US = 1e3  # of a kernel that was not timed, and of which the cost model knows nothing
 UNKNOWN_TIMES = 2.0  # as slow as the winner, likewise
+UNKNOWN_BYTES = 1  # of a packing that could not be made: some
 HOPELESS = 2.0  # times as slow as the fastest
 LATER = 4  # races that are expected beside those at the powers of two
 # Of a race's share of the time: what measuring has beside building and checking, and all that it may take at most.
@@ -389,7 +390,12 @@ class _Race:
     def packed_bytes(self, rows: int, family: PackingVariants) -> int:
         """The bytes of packed weight that a family takes, built for a number of rows that it serves."""
         plan = plan_for(family, self.posed_at(rows)[0], self._target)
-        return plan.build(next(iter(plan.schedules()))).packed_bytes
+        try:
+            return plan.build(next(iter(plan.schedules()))).packed_bytes
+        except Exception:
+            if not family.candidate.package:
+                raise
+            return UNKNOWN_BYTES  # a plug-in's, which a search would refuse
 
     def bucket(self, first: int, last: int, family: PackingVariants) -> Bucket:
         at_first = self._alone(first, family)

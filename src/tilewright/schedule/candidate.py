@@ -6,7 +6,7 @@ another package names as an entry point (`plug_ins.py`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, fields, replace
 from functools import cache, lru_cache, wraps
@@ -409,9 +409,59 @@ def _answering(candidate: Candidate, plug_in: plug_ins.PlugIn) -> Candidate:
             raise
         except Exception as error:
             found, what = None, f"{type(error).__name__}: {error}"
-        if isinstance(found, Plan | Refusal):
+        if isinstance(found, Plan):
+            return _guarded(found, f"plug-in {plug_in}: candidate {candidate.name}")
+        if isinstance(found, Refusal):
             return found
         say(f"plug-in {plug_in}: candidate {candidate.name} failed to consider {problem}: {what}")
         return Refusal(f"failed to consider it: {what}")
 
     return replace(candidate, plan=plan, package=plug_in.package)
+
+
+class _Guarded:
+    """A plug-in's plan whose points end where it raises, and which builds kernels or raises; `_guarded` adds what else it
+    does."""
+
+    def __init__(self, plan: Plan, who: str) -> None:
+        self.plan, self.who = plan, who
+
+    def schedules(self) -> Iterator[Schedule]:
+        try:
+            yield from self.plan.schedules()
+        except OverrunError:
+            raise
+        except Exception as error:
+            self.warn("schedules", error)
+
+    def build(self, schedule: Schedule) -> Kernel:
+        kernel = cast("object", self.plan.build(schedule))
+        if not isinstance(kernel, Kernel):
+            raise TypeError(f"it built a {type(kernel).__name__}, and no kernel")
+        return kernel
+
+    def warn(self, what: str, error: Exception) -> None:
+        say(f"{self.who} failed in {what}: {type(error).__name__}: {error}")
+
+
+# What a plan may do more (the kinds of plan above), and what one that fails there has done.
+_MORE: Mapping[str, object] = {"work": None, "leading": None, "compile": None, "pieces": (), "offers": False}
+
+
+def _guarded(plan: Plan, who: str) -> Plan:
+    """A plug-in's plan, none of whose methods but `build` raises."""
+
+    def guarded(name: str, otherwise: object) -> Callable[..., object]:
+        def method(self: _Guarded, *given: object) -> object:
+            try:
+                return getattr(self.plan, name)(*given)
+            except OverrunError:
+                raise
+            except Exception as error:
+                self.warn(name, error)
+                return otherwise
+
+        return method
+
+    more = {name: guarded(name, otherwise) for name, otherwise in _MORE.items() if hasattr(plan, name)}
+    return type("_GuardedPlan", (_Guarded,), more)(plan, who)

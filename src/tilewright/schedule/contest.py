@@ -31,7 +31,7 @@ class ContestProblem:
         name: what messages call it.
         labels, types: of its inputs.
         outputs: types of its results.
-        values: dense tensors for its inputs.
+        values: dense tensors for its inputs, on the CPU.
         expected: the results for these, with their bounds.
         views: for each result whether it is an input's own memory, seen in some way: a function may give that back, too.
     """

@@ -102,12 +102,7 @@ def predict(candidate: Candidate, problem: AnyProblem, schedule: Schedule, targe
     """
     plan = planned(candidate, problem, target)
     if isinstance(plan, HasCostModel):
-        try:
-            work = plan.work(schedule)
-        except Exception:
-            if not candidate.package:
-                raise
-            work = None  # a plug-in's account may be wrong in any way
+        work = plan.work(schedule)
     else:
         work = library_work(problem, target) if candidate.preference in MATRIX_LIBRARIES else None
     return None if work is None else float(np.max(predict_us(work, target)))

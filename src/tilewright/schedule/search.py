@@ -6,7 +6,7 @@ import itertools
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -251,7 +251,7 @@ class _Search:
             elif left:
                 points = "1 more point" if left == 1 else f"{left:,} more points"
                 self._leave(space, f"{points} ranked below {'was' if left == 1 else 'were'} not tried")
-        return self._decided(winner)
+        return self._settled(winner, spaces)
 
     def _opened(self, spaces: Sequence[_Space]) -> Bench | HostedBench:
         given = self._problem, self._target, self._weights
@@ -524,6 +524,21 @@ class _Search:
 
     def _reject(self, candidate: str, fault: Fault, schedule: Schedule = WHOLE, us: float | None = None) -> None:
         self._rejected.append(Rejected(candidate, fault.kind, fault.why, schedule, us))
+
+    def _settled(self, winner: _Trial, spaces: Sequence[_Space]) -> Decision:
+        """The decision for the winner; for the next best one, or the reference, where a plug-in builds in a worker what it does
+        not build here."""
+        for trial in sorted(self._trials, key=lambda t: (t is not winner, t.us)):
+            name, schedule = trial.space.candidate.name, trial.attempt.schedule
+            try:
+                found = self._decided(trial)
+            except Exception as error:
+                if not trial.space.candidate.package:
+                    raise
+                self._reject(name, Fault("unbuilt", failure("failed to build in this process", error)), schedule)
+                continue
+            return replace(found, rejected=tuple(r for r in found.rejected if (r.candidate, r.schedule) != (name, schedule)))
+        return self._unchecked(spaces)
 
     def _decided(self, winner: _Trial) -> Decision:
         us = winner.us if winner.us < math.inf else None
