@@ -64,7 +64,7 @@ def candidates(tmp_path, monkeypatch):
     """Who is found: a sound candidate and whatever a test adds."""
     found = [dropped(tmp_path, preference=30)]
     for module in (search_module, database):
-        monkeypatch.setattr(module, "discover", lambda: found)
+        monkeypatch.setattr(module, "discover", lambda **_: found)
     return found
 
 

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 SCHEMES = ("int8", "fp8", "w4")
 SAVED = ".twp"  # suffix of saved programs
-PART = 0.05  # of the budget, for timing what was compiled
+PART = 1 / 30  # of the budget, for timing what was compiled
 LEAST_S, LONGEST_S = 0.2, 6.0
 RANDOM_SEED = 1001  # of random calibration data: not that of the data a program is run on
 RANDOM_WARNING = (

@@ -21,7 +21,8 @@ from tilewright.ir.types import TensorType
 from tilewright.lowering.access import Unsupported
 from tilewright.lowering.scalar.wide import FUNCTIONS as WIDE
 
-REACHED = [d for d in ALL if d.bits <= 32 and d.name != "f8e5m2fnuz"]
+REACHED = [d for d in ALL if d.bits <= 32 and d.name not in ("f8e5m2fnuz", "f4e2m1fn")]  # which are read, not written
+WRITTEN = [d for d in FP8 if d.name != "f4e2m1fn"]
 VECTOR_FLOATS = [BF16, F16, F32]
 
 
@@ -113,7 +114,7 @@ def test_quantize_is_exact(source, target):
 
 
 @pytest.mark.parametrize("source", [BF16, F16, F32, S32, S8], ids=str)
-@pytest.mark.parametrize("target", [*FP8, F16, BF16, F32], ids=str)
+@pytest.mark.parametrize("target", [*WRITTEN, F16, BF16, F32], ids=str)
 def test_quantize_to_a_float_converts_the_quotient(source, target):
     x = samples(source, target)
     for scale, overflow in itertools.product((1.0, 1 / 3, 3e38, 1e-40), ("saturate", "ieee")):
