@@ -61,7 +61,7 @@ def problems() -> dict[str, Any]:
     from tilewright.compiler import optimise
     from tilewright.frontends import LoadOptions, load
     from tilewright.hardware.detect import detect
-    from tilewright.runtime.partition import decided, parts_for, problem_of_part
+    from tilewright.runtime.partition import decided, parts_for
     from tilewright.schedule.key import digest_of
 
     folder, sources = EXAMPLES / "models", list[Any]()
@@ -73,7 +73,7 @@ def problems() -> dict[str, Any]:
     for source in sources:
         module, inputs = source if isinstance(source, tuple) else (source, None)
         graph = optimise(load(module, LoadOptions(example_inputs=inputs)))
-        posed = (problem_of_part(p)[0] for p in parts_for(graph, detect("cpu")) if decided(p))
+        posed = (p.posed[0] for p in parts_for(graph, detect("cpu")) if decided(p))
         found |= {digest_of(p): p for p in posed}
     return found
 

@@ -30,7 +30,7 @@ from tilewright.hardware.target import Target
 from tilewright.ir.ops import Const
 from tilewright.ir.pattern import Trace
 from tilewright.linear.kernels import constants_of, graph_at
-from tilewright.runtime.partition import decided, parts_for, problem_of_part
+from tilewright.runtime.partition import decided, parts_for
 from tilewright.schedule.ahead import compile_ahead
 from tilewright.schedule.measure import last_cache_bytes
 from tilewright.schedule.problem import AnyProblem, Problem
@@ -174,7 +174,7 @@ def _posed(target: Target, scheme: str, dtype: str, rows: int, inner: int, out: 
         form = form if "g" in scheme else replace(form, group_size=inner)
         graph = graph_at(form, constants_of(form, lambda name: torch.empty(0)))(rows)
     for part in parts_for(optimise(graph, Trace()), target):
-        if decided(part) and isinstance(problem := problem_of_part(part)[0], Problem):
+        if decided(part) and isinstance(problem := part.posed[0], Problem):
             yield problem
 
 

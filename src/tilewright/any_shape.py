@@ -36,7 +36,7 @@ from tilewright.report.schema import Explain
 from tilewright.rules.calibrate import Layer
 from tilewright.runtime.background import Chooser
 from tilewright.runtime.executable import Decide
-from tilewright.runtime.partition import Part, decided, parts_for, problem_of_part
+from tilewright.runtime.partition import Part, decided, parts_for
 from tilewright.schedule.buckets import PackingVariants
 from tilewright.schedule.candidate import Candidate, FixedPlan, Ranged, Schedule, discover, kernel_of
 from tilewright.schedule.packed import unwritten
@@ -96,6 +96,23 @@ class _Region:
     ranged: dict[tuple[AnyProblem, str, Schedule], list[_Ranged]] = field(
         default_factory=dict[tuple[AnyProblem, str, Schedule], "list[_Ranged]"]
     )
+    cuts: dict[tuple[int, ...], tuple[Mapping[str, int], list[Part]]] = field(
+        default_factory=dict[tuple[int, ...], tuple[Mapping[str, int], list[Part]]]
+    )
+
+    def cut(self, made: Graph, became: Mapping[Node, Node], values: Mapping[str, int], target: Target) -> list[Part]:
+        """An instance's parts: those of the last one in which the same nodes became one, where its values are near; which
+        kernels take a fusion whole is asked of one of them alone."""
+        nodes, first = self.reading.graph.nodes(), dict[Node, int]()
+        alike = tuple(first.setdefault(became[n], i) for i, n in enumerate(nodes))
+        before, parts = self.cuts.get(alike, ({}, []))
+        if before and all(max(values[n], v) <= NEAR * max(1, min(values[n], v)) for n, v in before.items()):
+            return [_moved(p, became) for p in parts]
+        parts = parts_for(made, target)
+        came_from = {now: nodes[i] for now, i in first.items()}
+        if all(n in came_from for p in parts for n in (*p.nodes, *p.inputs, *p.outputs)):
+            self.cuts[alike] = values, [_moved(p, came_from) for p in parts]
+        return parts
 
 
 @dataclass(frozen=True)
@@ -337,7 +354,7 @@ class AnyShape:
         else:
             region = self._new_region(values)
             made, became = instance_of(region.reading.graph, values)
-        parts = parts_for(made, self.target)
+        parts = region.cut(made, became, values, self.target)
         came_from: dict[Node, Node] = {}
         for node, now in became.items():
             came_from.setdefault(now, node)
@@ -492,7 +509,7 @@ class AnyShape:
         opened = {now: region.opened.get(node, node) for now, node in shape.came_from.items()}
         nodes, inputs, outputs = (tuple(opened.get(n, n) for n in some) for some in (part.nodes, part.inputs, part.outputs))
         try:
-            return problem_of_part(Part(part.kind, nodes, inputs, outputs))[0]
+            return Part(part.kind, nodes, inputs, outputs).posed[0]
         except (TypeMismatchError, AssertionError):
             return None
 
@@ -509,6 +526,12 @@ class AnyShape:
         if self._database is None:
             return repeat(problem, self.target, *point, weights)
         return self._database.again(problem, *point, weights)
+
+
+def _moved(part: Part, to: Mapping[Node, Node]) -> Part:
+    """The part of other nodes that one is of these."""
+    nodes, inputs, outputs = (tuple(to[n] for n in some) for some in (part.nodes, part.inputs, part.outputs))
+    return replace(part, nodes=nodes, inputs=inputs, outputs=outputs)
 
 
 def _noted(graph: Graph, note: str) -> Graph:
@@ -561,7 +584,7 @@ def problem_at(problem: AnyProblem, values: Mapping[str, int]) -> AnyProblem:
 def _keys_of(keys: Mapping[Part, Key]) -> dict[AnyProblem, list[Key]]:
     found: dict[AnyProblem, list[Key]] = {}
     for part, key in keys.items():
-        found.setdefault(problem_of_part(part)[0], []).append(key)
+        found.setdefault(part.posed[0], []).append(key)
     return found
 
 

@@ -22,7 +22,7 @@ from tilewright.ir.pattern import Trace
 from tilewright.program import Program
 from tilewright.progress import Progress, said
 from tilewright.runtime.executable import prepare
-from tilewright.runtime.partition import Part, decided, parts_for, problem_of_part
+from tilewright.runtime.partition import Part, decided, parts_for
 from tilewright.schedule.ahead import Job
 from tilewright.schedule.buckets import Buckets, PackingVariants, bucketed, recalled, recorded
 from tilewright.schedule.candidate import LAST_RESORT, discover, plan_for
@@ -278,7 +278,7 @@ class _Cut:
 
     @property
     def problems(self) -> list[AnyProblem]:
-        return [problem_of_part(p)[0] for p in self.parts if decided(p)]
+        return [p.posed[0] for p in self.parts if decided(p)]
 
 
 def _product(source: Graph, target: Target) -> Problem:

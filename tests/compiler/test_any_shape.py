@@ -9,6 +9,7 @@ from onnx import TensorProto, helper
 from onnx_models import model, theirs, value
 
 import tilewright
+from tilewright import any_shape
 from tilewright.any_shape import AnyShape
 from tilewright.candidates.llvm.runtime import engine
 from tilewright.compiler import compile
@@ -101,6 +102,27 @@ def test_one_compile_serves_every_shape_as_onnxruntime_does():
     assert len(one.steps) == len(concrete.steps)
     assert one.source.outputs[0].type == concrete.source.outputs[0].type
     assert "batch 1..8, length 1..64" in repr(program)
+
+
+def test_instances_near_each_other_are_cut_into_the_same_parts(monkeypatch):
+    """Which nodes run together is found out for one shape, and again far from it."""
+    cut, onnx_model = [], encoder()
+    real = any_shape.parts_for
+    monkeypatch.setattr(any_shape, "parts_for", lambda graph, target: (cut.append(graph), real(graph, target))[1])
+    program = compile(onnx_model, dims={"batch": (1, 8), "length": Dim("length", 1, 64)}, budget_s=0)
+    for batch, length in ((2, 5), (3, 7), (2, 31), (8, 6)):
+        given = arrays(batch, length)
+        np.testing.assert_allclose(program(**given), theirs(onnx_model, given)[0], rtol=1e-4, atol=1e-4)
+        of_shape = compile(onnx_model, input_dims={"x": (batch, length, HIDDEN), "mask": (batch, length)}, budget_s=0)
+        parts = [s.part for s in program.at(batch=batch, length=length).steps]
+        assert [(p.kind, [n.type for n in p.outputs]) for p in parts] == [
+            (s.part.kind, [n.type for n in s.part.outputs]) for s in of_shape.steps
+        ]
+    assert len(cut) == 1
+    program.at(batch=2, length=64)
+    assert len(cut) == 2
+    program.at(batch=1, length=1)
+    assert len(cut) == 3
 
 
 def test_all_instances_share_one_packing(monkeypatch):

@@ -30,7 +30,7 @@ from tilewright.report.measure.perf import measure
 from tilewright.report.measure.verify import compare_step, verify_program
 from tilewright.report.measure.work import work_of
 from tilewright.runtime.executable import bind_outputs
-from tilewright.runtime.partition import partition, problem_of_part
+from tilewright.runtime.partition import partition
 from tilewright.schedule.candidate import Kernel, Schedule
 from tilewright.schedule.key import text_of
 
@@ -97,7 +97,7 @@ def test_where_a_result_goes_is_part_of_its_problem():
     second.cache = torch.randn(2, 3, 2, 6, 8)
     texts = []
     for module in (first, second):
-        problems = [problem_of_part(p)[0] for p in steps_of(module, torch.randn(3, 32)) if p.kind == "elementwise"]
+        problems = [p.posed[0] for p in steps_of(module, torch.randn(3, 32)) if p.kind == "elementwise"]
         texts.append([text_of(p) for p in problems if any(p.destinations)])
     assert len(texts[0]) == 1 and texts[0] != texts[1]
 
@@ -414,7 +414,7 @@ def test_a_text_says_what_is_kept_and_holds_none_of_it():
 
 def test_a_kernel_may_write_a_result_in_its_place_and_others_are_copied():
     part = next(p for p in steps_of(Decoder(), torch.randn(3, 32)) if p.kind == "write")
-    problem, new = problem_of_part(part)[0], torch.randn(2, 32)
+    problem, new = part.posed[0], torch.randn(2, 32)
     kernel = Kernel(
         "any", Schedule(), lambda weights: lambda sources: [new], lambda weights, places: lambda sources: [places[0]]
     )

@@ -13,7 +13,7 @@ from tilewright.ir.evaluate import evaluate_nodes
 from tilewright.ir.graph import Graph, Node
 from tilewright.ir.ops import Call, Concat, Const, Dequantize, Gather, Input, Item, LayerNorm, Pad, Quantize, Softmax, gemm
 from tilewright.ir.verify import verify
-from tilewright.runtime.partition import ALONE, MOST_ALIKE, decided, partition, problem_of_part
+from tilewright.runtime.partition import ALONE, MOST_ALIKE, decided, partition
 
 X, Y, _ = INPUTS
 
@@ -236,7 +236,7 @@ def test_kernels_compete_for_what_runs_at_every_call_but_for_opaque_calls(graph)
         called = any(isinstance(n.op, Call) for n in part.nodes)
         assert decided(part) == (not part.once and not called)
         if decided(part):
-            problem, sources = problem_of_part(part)
+            problem, sources = part.posed
             assert (problem.kind == "fusion") == (part.kind not in ("gemm", "attention"))
             assert set(sources) == set(part.inputs) and problem.types == tuple(s.tensor for s in sources)
             if problem.kind == "fusion":

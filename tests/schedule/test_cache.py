@@ -26,7 +26,7 @@ from tilewright.hardware.load import Load
 from tilewright.ir.build import const, input_, map_
 from tilewright.ir.graph import Graph, Node
 from tilewright.ir.ops import Attention, gemm
-from tilewright.runtime.partition import decided, partition, problem_of_part
+from tilewright.runtime.partition import decided, partition
 from tilewright.schedule import bench, budget
 from tilewright.schedule import cache as cache_module
 from tilewright.schedule import key as key_module
@@ -176,7 +176,7 @@ def test_the_text_of_a_problem_is_all_of_it_but_numbers():
         w = const(torch.ones(8, 3).to(dtype.to_torch())) if weight else input_("w", dtype, (8, 3))
         y = map_(fn, map_("multiply", gemm(x, w, acc_dtype=F32), const(torch.tensor(scale))))
         parts = partition(compiler.optimise(Graph("g", (x,) if weight else (x, w), (y,), ("y",))))
-        (problem,) = (problem_of_part(p)[0] for p in parts if decided(p))
+        (problem,) = (p.posed[0] for p in parts if decided(p))
         return text_of(problem)
 
     assert text(2.0) == text(3.0)
@@ -347,7 +347,7 @@ def test_numbers_count_where_the_text_does_not_tell_them(kept, text, parts, shar
 
 
 def problems(graph):
-    return [problem_of_part(p)[0] for p in partition(compiler.optimise(graph)) if decided(p)]
+    return [p.posed[0] for p in partition(compiler.optimise(graph)) if decided(p)]
 
 
 def test_what_nobody_measured_is_kept_for_those_who_do_not_measure(kept, searches):

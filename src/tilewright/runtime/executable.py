@@ -28,7 +28,7 @@ from tilewright.ir.types import TensorType
 from tilewright.progress import Progress
 from tilewright.rules.calibrate import Layer
 from tilewright.runtime.arrays import Wanted, address, is_numpy, separate, to_user
-from tilewright.runtime.partition import Part, decided, parts_for, problem_of_part
+from tilewright.runtime.partition import Part, decided, parts_for
 from tilewright.runtime.replay import Bound, OnDevice, results_last
 from tilewright.schedule.budget import SharedBudget
 from tilewright.schedule.candidate import Kernel, Runner
@@ -532,7 +532,7 @@ def chooser(
     budget = budget if isinstance(budget, Budget) else Budget(budget)
     parts = [p for p in (parts_for(graph, target) if parts is None else parts) if decided(p)]
     size = weights_bytes(parts)
-    problems, cold = Counter(problem_of_part(p)[0] for p in parts), size > last_cache_bytes(target)
+    problems, cold = Counter(p.posed[0] for p in parts), size > last_cache_bytes(target)
     rest = budget.part(max(0.0, budget.left_s() - size / PACKED_BPS))
     return SharedBudget(problems, target, rest, cold=cold, progress=progress, database=database)
 
@@ -555,7 +555,7 @@ class Posed:
 
     @classmethod
     def of(cls, part: Part, ready: Mapping[Node, Value]) -> Posed:
-        problem, sources = problem_of_part(part)
+        problem, sources = part.posed
         held = {i: ready.get(s) for i, s in enumerate(sources) if s.constant}
         return cls(part, problem, sources, {i: cast("torch.Tensor", v) for i, v in held.items() if v is not None})
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 
 from tilewright.hardware.target import Target
@@ -90,6 +91,14 @@ class Part:
         """Tell whether it only quantises, dequantises, converts or moves data: work that belongs inside another step."""
         return self.kind in ("quantize", "move") and not self.once
 
+    @cached_property
+    def posed(self) -> tuple[AnyProblem, tuple[Node, ...]]:
+        """The problem that it poses, and the nodes whose values are its sources."""
+        node = self.nodes[0]
+        if isinstance(node.op, ANCHORS):
+            return problem_of(node), node.src
+        return fusion_of(self.inputs, self.outputs)
+
 
 def decided(part: Part) -> bool:
     """Tell whether kernels compete for a part: any that runs at every call, but for calls, writes and what has no tensors."""
@@ -99,14 +108,6 @@ def decided(part: Part) -> bool:
         return True
     values = (*part.inputs, *part.nodes)
     return all(isinstance(n.type, TensorType) and n.dtype.kind != "opaque" for n in values)
-
-
-def problem_of_part(part: Part) -> tuple[AnyProblem, tuple[Node, ...]]:
-    """The problem that a part poses, and the nodes whose values are its sources."""
-    node = part.nodes[0]
-    if isinstance(node.op, ANCHORS):
-        return problem_of(node), node.src
-    return fusion_of(part.inputs, part.outputs)
 
 
 def partition(graph: Graph) -> list[Part]:
@@ -362,13 +363,13 @@ def cut(part: Part, readers: Mapping[Node, set[Node | None]], taken: Taken) -> l
 def _may_be_cut(part: Part) -> bool:
     if part.once or not decided(part) or not 1 < len(part.nodes) <= MOST_NODES:
         return False
-    problem, _ = problem_of_part(part)
+    problem, _ = part.posed
     alone = any(isinstance(n.op, Write) for n in part.nodes)
     return isinstance(problem, FusionProblem) and not problem.only_views and not alone
 
 
 def _taken(part: Part, taken: Taken) -> bool:
-    problem, _ = problem_of_part(part)
+    problem, _ = part.posed
     return isinstance(problem, FusionProblem) and taken(problem)
 
 
