@@ -195,6 +195,8 @@ class Scope:
         hints: an example of each.
         guards: what holds for the hints, and is to hold for any values.
         differing: extents that were taken to differ.
+        assumed: answers for extents that were taken to be more than one. 1 is no case of its own: what is right for several
+            elements is right for one, but for a program that compares an extent with 1 or 2 itself.
         strict: extents that differ for the hints are guarded, too.
     """
 
@@ -202,6 +204,7 @@ class Scope:
     hints: dict[str, int] = field(default_factory=dict[str, int])
     guards: dict[Guard | Finding, None] = field(default_factory=dict[Guard | Finding, None])
     differing: dict[Guard, None] = field(default_factory=dict["Guard", None])
+    assumed: dict[Guard, None] = field(default_factory=dict["Guard", None])
     strict: bool = False
     _asked: dict[str, int] = field(default_factory=dict[str, int])
     _fixed: set[str] = field(default_factory=set[str])
@@ -267,6 +270,8 @@ class Scope:
     def compare(self, relation: Relation, a: int, b: int) -> bool:
         """Answer a comparison, for the whole range if that is decided, else for the hints, with a guard."""
         answer = _decided(relation, a, b)
+        if answer is None and (answer := _decided(relation, a, b, several=True)) is not None:
+            self.assumed.setdefault(Guard(relation, a, b, answer))
         if answer is None:
             one, other = hint_of(a), hint_of(b)
             answer = one == other if relation == "==" else one < other
@@ -638,8 +643,8 @@ def _atom(sign: Literal["div", "%"], a: int, b: int) -> int:
     return _made(((((atom,), 1)),))
 
 
-def _decided(relation: Relation, a: int, b: int) -> bool | None:
-    """The answer that holds for the whole range; None if there is none. An extent of 1 or more is taken to be more than one."""
+def _decided(relation: Relation, a: int, b: int, *, several: bool = False) -> bool | None:
+    """The answer that holds for the whole range; None if there is none. `several`: an extent of 1 or more is more than one."""
     apart = a - b
     if not isinstance(apart, Extent):
         return apart == 0 if relation == "==" else apart < 0
@@ -650,7 +655,7 @@ def _decided(relation: Relation, a: int, b: int) -> bool | None:
     ):  # which are positive: the other factor's sign is that of all
         less = tuple((_without(m, common[0]) if common else m, c // by) for m, c in apart.terms)
         gains, losses = (_made(tuple((m, c * s) for m, c in less if c * s > 0)) for s in (1, -1))
-        return _decided(relation, gains, losses)
+        return _decided(relation, gains, losses, several=several)
     low, high = apart.bounds
     if relation == "==":
         if low > 0 or high < 0:
@@ -658,14 +663,14 @@ def _decided(relation: Relation, a: int, b: int) -> bool | None:
         constant = next((c for m, c in apart.terms if not m), 0)
         by = math.gcd(*(c * math.prod(x.multiple_of for x in m) for m, c in apart.terms if m))
         beside = apart - constant if constant == -1 else constant - apart  # of which it is asked whether it is 1
-        return False if constant % by or (abs(constant) == 1 and bounds_of(beside)[0] == 1) else None
+        return False if constant % by or (several and abs(constant) == 1 and bounds_of(beside)[0] == 1) else None
     if high < 0:
         return True
     if low >= 0:
         return False
-    if type(b) is int and b == 2 and bounds_of(a)[0] == 1:
+    if several and type(b) is int and b == 2 and bounds_of(a)[0] == 1:
         return False
-    return True if _is_one(b, a) else None
+    return True if several and _is_one(b, a) else None
 
 
 def _without(monomial: Monomial, atom: Atom) -> Monomial:

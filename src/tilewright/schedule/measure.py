@@ -28,7 +28,7 @@ from tilewright.schedule.record import Reason
 from tilewright.threads import count, limited
 
 HOPELESS = 8  # times as long as the fastest in its first call: not timed any further
-SHORT_S = 0.01  # a first call shorter than this may have been slow by chance, and is made once more
+SHORT_S, AGAIN = 0.03, 2  # a first call shorter than this may have been slow by chance, and is made so many times more
 LAST_CACHE_BYTES = 8 << 20  # where the machine reports less, or nothing
 REPEATS = 3  # calls more that must give the same bits: a race between threads rarely shows in one
 SPAN_US = 200.0  # between two events of a GPU, so that the few µs that they take themselves show little
@@ -233,7 +233,7 @@ def time_interleaved(
     meanwhile. Times are the clock's on a CPU; a GPU's own events there (`busy_us`), with as many calls between two of them as
     `calls_per_sample` says.
 
-    A run slower than the best by far stops taking part after the first round, so a hopeless candidate costs one call (or two,
+    A run slower than the best by far stops taking part after the first round, so a hopeless candidate costs one call (or three,
     if short: one alone may have met an interruption). `at` is told which run comes next; `before` is called before each,
     untimed, and then each call is timed alone.
     """
@@ -256,7 +256,7 @@ def time_interleaved(
     first = [once(i) for i in range(len(runs))]
     own.refresh()  # the first calls may have started some
     best = min(s.own_s for s in first)
-    for i in range(len(runs)):
+    for i in [*range(len(runs))] * AGAIN:
         if HOPELESS * best < first[i].own_s < SHORT_S:
             first[i] = min(first[i], once(i), key=lambda s: s.own_s)
     racing = [i for i in range(len(runs)) if first[i].own_s <= HOPELESS * best]
