@@ -103,7 +103,7 @@ def the_same_memory_again(a, b, bias):
 
 def wrong_after_many_calls(a, b, bias, calls=[0]):  # noqa: B006 - what it remembers
     calls[0] += 1
-    return sound(a, b, bias) + (calls[0] > 40)
+    return sound(a, b, bias) + (calls[0] > 8)
 
 
 def of_two_arguments(a, b):
