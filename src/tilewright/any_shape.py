@@ -19,6 +19,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -299,6 +300,16 @@ class AnyShape:
     def explain(self, **values: int) -> Report[Explain]:
         """Account for every product of one instance, that of the middle of all ranges where no values are given."""
         return self.at(**(values or self._regions[0].reading.scope.within(ANCHORS[0]))).explain()
+
+    def save(self, path: Path | str) -> None:
+        """Refuse: a file holds the program for one shape.
+
+        Raises:
+            UnsupportedError: always.
+        """
+        values = ", ".join(f"{name}={value}" for name, value in self._regions[0].reading.scope.within(ANCHORS[0]).items())
+        what = "a program with open extents is not saved: a file holds one for one shape"
+        raise UnsupportedError(what, where=str(path), hint=f"program.at({values}).save(path), or other values")
 
     def _measure(self, values: Mapping[str, int], within_s: float) -> None:
         """Choose kernels for one shape by measuring, as for a program of it alone, but for the order of packed weights."""

@@ -87,6 +87,7 @@ def test_a_file_that_was_saved_elsewhere_needs_trust(program: Path, tmp_path: Pa
         (["explain", "layer.twp", "--dump", "folder"], "--dump: this program"),
         (["run", "PROGRAM", "--trust"], "--trust is for a saved program"),
         (["compile", "PROGRAM", "-o", "layer.out"], "a saved program is told by its suffix"),
+        (["compile", "PROGRAM", "-o", "layer.twp", "--dim", "x=1:4"], "a saved program has one shape, and --dim"),
     ],
 )
 def test_options_that_would_do_nothing_are_errors(

@@ -125,6 +125,15 @@ def test_instances_near_each_other_are_cut_into_the_same_parts(monkeypatch):
     assert len(cut) == 3
 
 
+def test_a_program_for_ranges_says_how_one_for_a_shape_is_saved(tmp_path):
+    program = compile(encoder(), dims={"batch": (1, 8), "length": (1, 64)}, budget_s=0)
+    with pytest.raises(UnsupportedError, match=r"with open extents is not saved[^$]*program\.at\(batch=\d+, length=\d+\)"):
+        program.save(tmp_path / "open.twp")
+    program.at(batch=2, length=7).save(tmp_path / "one.twp")
+    given = arrays(2, 7)
+    np.testing.assert_array_equal(tilewright.load_program(tmp_path / "one.twp")(**given), program(**given))
+
+
 def test_all_instances_share_one_packing(monkeypatch):
     made = []
     once = packed.all_packed_once

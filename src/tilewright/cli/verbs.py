@@ -96,6 +96,9 @@ def compile_(given: Given, how: Compiling, output: Path, as_json: bool) -> None:
 
     if output.suffix.lower() != SAVED:
         raise InputError("a saved program is told by its suffix", where=str(output), hint=f"-o {output.stem}{SAVED}")
+    if given.dims:
+        hint = "--input-dim or --batch for the shapes of the file"
+        raise InputError("a saved program has one shape, and --dim leaves extents open", where=str(output), hint=hint)
     made = ready(given, how)
     made.program.save(output)
     show(saved(made.program, str(given.file), output, made.quantized), as_json, print_saved)

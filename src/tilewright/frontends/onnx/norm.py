@@ -11,6 +11,8 @@ from tilewright.ir.build import broadcast, const, convert, map_, reduce_, reshap
 from tilewright.ir.graph import Node
 from tilewright.ir.ops import Iota, LayerNorm, Pad, Select, Softmax, gemm
 
+MOST_SUMMED = 512  # elements of a cumulative sum
+
 
 def _axes(op: OpNode, x: Node) -> list[int] | None:
     """Axes to reduce; None for none at all."""
@@ -122,12 +124,22 @@ def _place_of(x: Node, axis: int, function: str, last: bool) -> Node:
     return reduce_("maximum" if last else "minimum", Node(Select(), hit, step, other), [axis], keepdims=True)
 
 
+MOST_SUMMED = 512  # elements of a cumulative sum
+
+
 @converts("CumSum", 11, 14)
 def _cumsum(op: OpNode) -> Node:
-    """A cumulative sum along one axis: a product with a triangle of ones."""
+    """A cumulative sum of few integers along one axis: a product with a triangle of ones.
+
+    Floats are left to ONNX's own operator: an infinity times the triangle's zeros would reach the elements before it.
+    """
     x = op.input(0)
     axis = op.normal_axis(op.known_ints(1)[0], len(x.shape))
     n = x.shape[axis]
+    if x.dtype.is_float:
+        raise Unmodelled("an infinity would reach the sums before it")
+    if n > MOST_SUMMED:
+        raise Unmodelled(f"a product sums {MOST_SUMMED} elements at most, since its work grows with their square")
     source, result = (Node(Iota(S64, (n, n), a)) for a in (0, 1))
     if op.integer("reverse", 0):
         source, result = result, source
