@@ -555,3 +555,11 @@ def test_the_compiled_backend_is_onnxs_own_interface():
     prepared = backend.prepare(m, budget_s=0)
     for rows in (1, 4):
         assert prepared.run([floats(rows, 3)])[0].shape == (rows, 3)
+
+
+def test_a_model_whose_dims_must_be_equal_is_compiled_for_each_shape():
+    nodes = [helper.make_node("Add", ["x", "z"], ["y"])]
+    inputs = [value(name, TensorProto.FLOAT, (dim, 4)) for name, dim in (("x", "b"), ("z", "d"))]
+    ours, theirs = both(model(nodes, inputs, {"y": TensorProto.FLOAT}))
+    for rows in (3, 5):
+        agree(ours, theirs, {"x": floats(rows, 4), "z": floats(rows, 4)})

@@ -134,6 +134,44 @@ def test_a_program_for_ranges_says_how_one_for_a_shape_is_saved(tmp_path):
     np.testing.assert_array_equal(tilewright.load_program(tmp_path / "one.twp")(**given), program(**given))
 
 
+@pytest.mark.parametrize(
+    ("nodes", "rows"),
+    [
+        ([("Max", ["s", "two"], ["m"])], (5, 1, 2)),
+        ([("Equal", ["s", "four"], ["g"]), ("Where", ["g", "one", "s"], ["m"])], (5, 4, 1)),
+        (None, (5, 1)),
+    ],
+    ids=["max", "where", "squeeze"],
+)
+def test_what_a_program_asks_of_its_extents_is_not_taken_for_granted(nodes, rows):
+    """A shape for which its own comparisons come out otherwise is read anew, 1 too; of a rule's, 1 is no case of its own."""
+    n = helper.make_node
+    if nodes is None:
+        made = [n("Squeeze", ["x"], ["y"])]
+    else:
+        made = [n("Shape", ["x"], ["s"], end=1), *(n(*node) for node in nodes)]
+        made += [n("Concat", ["m", "four"], ["sh"], axis=0), n("ConstantOfShape", ["sh"], ["y"])]
+    constants = {k: np.array([v], np.int64) for k, v in (("one", 1), ("two", 2), ("four", 4))}
+    onnx_model = model(made, [value("x", TensorProto.FLOAT, ["b", 8])], {"y": TensorProto.FLOAT}, constants)
+    program = compile(onnx_model, dims={"b": (1, 64)}, budget_s=0)
+    for b in rows:
+        given = {"x": weights(b, 8)}
+        np.testing.assert_array_equal(program(**given), theirs(onnx_model, given)[0])
+
+
+def test_a_constant_of_open_extents_is_packed_for_each():
+    """Means over the rows so far: a triangle that is as large as the batch."""
+
+    class Means(torch.nn.Module):
+        def forward(self, x):
+            return torch.tril(torch.ones(x.shape[0], x.shape[0])) @ x
+
+    program = compile(Means(), example_inputs=(torch.randn(4, 8),), dims={"x.0": (1, 512)}, budget_s=0)
+    for rows in (3, 1, 16, 300, 64, 10):
+        x = torch.randn(rows, 8)
+        torch.testing.assert_close(program(x), x.cumsum(0), rtol=1e-4, atol=1e-4)
+
+
 def test_all_instances_share_one_packing(monkeypatch):
     made = []
     once = packed.all_packed_once

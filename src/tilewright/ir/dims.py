@@ -13,10 +13,12 @@ the hint's, and a guard that the extent equals it. So a symbol may be lost, but 
 
 from __future__ import annotations
 
+import contextlib
 import math
 import operator
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, cast
 
@@ -269,14 +271,14 @@ class Scope:
 
     def compare(self, relation: Relation, a: int, b: int) -> bool:
         """Answer a comparison, for the whole range if that is decided, else for the hints, with a guard."""
-        answer = _decided(relation, a, b)
-        if answer is None and (answer := _decided(relation, a, b, several=True)) is not None:
+        answer, exact = _decided(relation, a, b), _exact.get()
+        if answer is None and not exact and (answer := _decided(relation, a, b, several=True)) is not None:
             self.assumed.setdefault(Guard(relation, a, b, answer))
         if answer is None:
             one, other = hint_of(a), hint_of(b)
             answer = one == other if relation == "==" else one < other
             free = (
-                not self.strict
+                not (self.strict or exact)
                 and relation == "=="
                 and not answer
                 and 0 not in (one, other)
@@ -288,6 +290,19 @@ class Scope:
 
     def __deepcopy__(self, memo: object) -> Scope:
         return self
+
+
+_exact: ContextVar[bool] = ContextVar("exact", default=False)
+
+
+@contextlib.contextmanager
+def exactly() -> Generator[None]:
+    """A context in which no comparison is taken for granted: for a program's own ones, whose answer is a value."""
+    token = _exact.set(True)
+    try:
+        yield
+    finally:
+        _exact.reset(token)
 
 
 def _hint(dim: Dim, taken: Iterable[int]) -> int:

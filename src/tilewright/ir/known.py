@@ -14,7 +14,7 @@ from typing import Any, cast
 import numpy as np
 import torch
 
-from tilewright.ir.dims import is_open
+from tilewright.ir.dims import exactly, is_open
 from tilewright.ir.graph import Node
 from tilewright.ir.ops import (
     Broadcast,
@@ -105,7 +105,8 @@ class KnownValues:
             return None
         if not isinstance(node.op, Extents) and all(isinstance(v, torch.Tensor) for v in values):
             return cast("torch.Tensor", node.op.evaluate(node, cast("list[torch.Tensor]", values)))
-        found = _of_extents(node, [_objects(v) for v in values])
+        with exactly():
+            found = _of_extents(node, [_objects(v) for v in values])
         found = None if found is None else np.asarray(found, dtype=object)
         if found is None or is_open(found.reshape(-1).tolist()):
             return found

@@ -18,7 +18,7 @@ import torch
 from tilewright.any_shape import AnyShape
 from tilewright.compiler import compile
 from tilewright.dtype import OPAQUE, DType
-from tilewright.errors import LOGGER, InputError, UnsupportedError, check_type
+from tilewright.errors import LOGGER, InputError, TypeMismatchError, UnsupportedError, check_type
 from tilewright.frontends.onnx.files import DataFiles, open_model, parsed
 from tilewright.frontends.onnx.inputs import is_closed
 from tilewright.frontends.onnx.tensors import element_type, embedded_tensor
@@ -168,7 +168,7 @@ class InferenceSession:
         else:
             try:
                 self._any = compile(self._source, dims=True, **self._options)
-            except (InputError, UnsupportedError) as error:
+            except (InputError, TypeMismatchError, UnsupportedError) as error:
                 LOGGER.info("%s is compiled for each shape: %s", self._meta.graph_name or "the model", error.what)
         known = self._any.source.outputs if self._any is not None else [None] * len(self._results)
         names = {e for i in self._inputs for e in i.shape}

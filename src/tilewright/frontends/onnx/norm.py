@@ -124,9 +124,6 @@ def _place_of(x: Node, axis: int, function: str, last: bool) -> Node:
     return reduce_("maximum" if last else "minimum", Node(Select(), hit, step, other), [axis], keepdims=True)
 
 
-MOST_SUMMED = 512  # elements of a cumulative sum
-
-
 @converts("CumSum", 11, 14)
 def _cumsum(op: OpNode) -> Node:
     """A cumulative sum of few integers along one axis: a product with a triangle of ones.

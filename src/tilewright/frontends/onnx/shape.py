@@ -25,7 +25,7 @@ from tilewright.ir.build import (
     slice_,
     transpose,
 )
-from tilewright.ir.dims import slice_bounds
+from tilewright.ir.dims import exactly, slice_bounds
 from tilewright.ir.graph import Node
 from tilewright.ir.ops import Gather, Iota, Pad, Select, Slice
 
@@ -106,9 +106,9 @@ def _flatten(op: OpNode) -> Node:
 def _squeeze(op: OpNode) -> Node:
     x = op.input(0)
     given = op.axes(1)
-    axes = (
-        {op.normal_axis(a, len(x.shape)) for a in given} if given is not None else {a for a, d in enumerate(x.shape) if d == 1}
-    )
+    with exactly():
+        ones = {a for a, d in enumerate(x.shape) if given is None and d == 1}
+    axes = ones if given is None else {op.normal_axis(a, len(x.shape)) for a in given}
     if any(x.shape[a] != 1 for a in axes):
         raise op.malformed(f"cannot squeeze axes {sorted(axes)} of {x.type}", "only axes of extent 1")
     return reshape(x, [d for a, d in enumerate(x.shape) if a not in axes])

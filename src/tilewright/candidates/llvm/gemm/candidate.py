@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
+from ctypes import addressof, c_int64
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -68,6 +69,9 @@ class Plan(NestPlan):
                 packed = room(nest)
                 pointers = [0] * nest.pointers
                 pointers[len(self.problem.types) + 1], pointers[-1] = value.data_ptr(), aligned(packed)
+                table = (c_int64 * len(given))(*given)
+                if given:
+                    pointers[-3] = addressof(table)
                 call(*pointers, threads.count(), 1)
                 return packed
 
