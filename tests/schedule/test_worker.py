@@ -19,7 +19,7 @@ from paths import python_path
 from tilewright.dtype import F32, from_torch
 from tilewright.hardware.detect import detect
 from tilewright.ir.build import const, input_
-from tilewright.ir.literal import Literal
+from tilewright.ir.literal import Literal, bits_of
 from tilewright.ir.notation import parse
 from tilewright.ir.ops import gemm
 from tilewright.ir.types import TensorType
@@ -488,13 +488,13 @@ def test_real_candidates_are_all_found_there():
     assert search_module.TIE_BAND < 0.1
 
 
-@pytest.mark.parametrize("codes", [torch.float8_e4m3fn, torch.float8_e5m2])
-def test_weights_of_8_bit_floats_reach_another_process(codes: torch.dtype) -> None:
-    weight = torch.randn(6, 5).to(codes)
+@pytest.mark.parametrize("codes", [torch.float8_e4m3fn, torch.float8_e5m2, torch.uint16, torch.uint32, torch.uint64])
+def test_weights_that_torch_does_not_read_back_reach_another_process(codes: torch.dtype) -> None:
+    weight = torch.randn(6, 5).abs().mul(9).to(codes)
     whole = pickle.loads(pickled(Literal(TensorType(from_torch(codes), (6, 5)), weight, "w"))).tensor()
     part, one = pickle.loads(pickled([weight[::2, 1:4], weight[0, 0]]))
     for got, want in ((whole, weight), (part, weight[::2, 1:4]), (one, weight[0, 0])):
-        assert got.dtype is codes and torch.equal(got.view(torch.uint8), want.contiguous().view(torch.uint8))
+        assert got.dtype is codes and torch.equal(bits_of(got), bits_of(want))
 
 
 @pytest.mark.skipif("amx_int8" not in CPU.features, reason="no AMX that this process may use")

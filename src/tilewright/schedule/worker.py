@@ -313,14 +313,17 @@ class _Pickler(pickle.Pickler):
     def reducer_override(self, obj: object) -> Any:
         if isinstance(obj, Literal):
             return Literal, (obj.type, obj.tensor().detach().clone(), obj.label)
-        if isinstance(obj, torch.Tensor) and obj.dtype.is_floating_point and obj.itemsize == 1:
-            return _seen_as, (obj.detach().contiguous().view(torch.uint8), obj.dtype)
+        if isinstance(obj, torch.Tensor) and (obj.dtype in _UNSIGNED or (obj.is_floating_point() and obj.itemsize == 1)):
+            return _seen_as, (bits_of(obj), obj.dtype, tuple(obj.shape))
         return NotImplemented
 
 
-def _seen_as(codes: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """An 8-bit float tensor from its bits: torch cannot read one back from a pickle."""
-    return codes.view(dtype)
+_UNSIGNED = (torch.uint16, torch.uint32, torch.uint64)
+
+
+def _seen_as(bits: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+    """A tensor of 8-bit floats or of unsigned integers from its bits: torch cannot read one back from a pickle."""
+    return bits.view(dtype).reshape(shape)
 
 
 UNTOLD = (RecursionError, pickle.PicklingError, TypeError, AttributeError)
