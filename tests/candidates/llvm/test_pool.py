@@ -94,13 +94,17 @@ for _ in range(200):
     child(script)
 
 
+# What glibc says where Python, before 3.14, ends a daemon thread inside of C++ (python/cpython#87135).
+ENDED_IN_CPP = "terminate called without an active exception\n"
+
+
 def child(script: str, timeout: float = 120) -> None:
     here = Path(__file__)
     names = {"FOLDER": str(here.parent), "HELPERS": str(here.parents[2] / "helpers")}
     for name, value in names.items():
         script = script.replace(name, repr(value))
     ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=timeout)
-    assert ran.returncode == 0, ran.stderr
+    assert ran.returncode == 0 or ("daemon" in script and ran.stderr == ENDED_IN_CPP), ran.stderr
 
 
 def test_many_threads_call_at_once():

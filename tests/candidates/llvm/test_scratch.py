@@ -9,7 +9,8 @@ from tilewright.candidates.llvm.runtime import scratch as _scratch
 from tilewright.candidates.llvm.runtime.scratch import LARGE_BYTES, maker
 
 
-def test_large_results_share_no_memory_and_come_back_when_let_go():
+def test_large_results_share_no_memory_and_come_back_when_let_go(monkeypatch):
+    monkeypatch.setattr(_scratch, "_idle", {})
     make = maker((LARGE_BYTES // 4,), torch.float32)
     first, second = make(), make()
     assert first.data_ptr() != second.data_ptr()
