@@ -158,13 +158,15 @@ def multiply():
         called(kernel, 400, 4)
 other = threading.Thread(target=multiply)
 other.start()
-for _ in range(20):
-    forked = os.fork()
-    if not forked:
-        os._exit(called(kernel, 400, 4)[0] != [1] * 400)
-    assert os.waitpid(forked, 0)[1] == 0
-over.set()
-other.join()
+try:
+    for _ in range(20):
+        forked = os.fork()
+        if not forked:
+            os._exit(called(kernel, 400, 4)[0] != [1] * 400)
+        assert os.waitpid(forked, 0)[1] == 0
+finally:
+    over.set()
+    other.join()
 """)
 
 
