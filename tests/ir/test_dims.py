@@ -229,7 +229,7 @@ def test_an_instance_is_the_graph_read_at_those_extents_before_rules_and_equal_a
         assert verify(instance(graph, values)).outputs[0].type == plain.outputs[0].type
     fast = optimise(graph)
     if scope.failing(values):
-        assert s == 1 or {"causal", "attention", "half"} & {*names}, list(map(str, scope.failing(values)))
+        assert s <= 2 or {"causal", "attention", "half"} & {*names}, list(map(str, scope.failing(values)))
         return
     x = torch.randn(b, s, HIDDEN, generator=torch.Generator().manual_seed(0))
     (wanted,) = evaluate(plain, [x])
