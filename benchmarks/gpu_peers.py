@@ -1,4 +1,4 @@
-"""What benchmarks/gpu.py holds generated GPU kernels against: cuBLASLt through torch, XLA through jax, Inductor."""
+"""Peers of generated GPU kernels, for benchmarks/gpu.py: cuBLASLt through torch, XLA through jax, Inductor."""
 
 from __future__ import annotations
 

@@ -1,0 +1,197 @@
+"""Operations between ranks and what stands around them, one after the other: what operands need is gathered, the product is a
+gemm of this rank alone, by any kernel, and its result is reduced. Nothing is slower than this plain way.
+
+The pieces are problems of their own, which a job's ranks search together (`runtime/agreement.py`); the whole is verified and
+timed by all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+
+from tilewright.dtype import BF16, F32
+from tilewright.errors import UnsupportedError
+from tilewright.hardware.target import Target
+from tilewright.ir.graph import Node
+from tilewright.ir.mesh import team
+from tilewright.ir.ops import AllReduce, ReduceScatter
+from tilewright.lowering.stages import BY, Stage, Stages, chosen_of, joined
+from tilewright.schedule.candidate import (
+    CPU,
+    FUSION,
+    GEMM,
+    GPU,
+    Candidate,
+    Kernel,
+    Runner,
+    Schedule,
+    concerns,
+    discover,
+    plan_for,
+)
+from tilewright.schedule.candidate import Plan as AnyPlan
+from tilewright.schedule.problem import AnyProblem, FusionProblem, Problem
+from tilewright.schedule.search import search
+
+PIECE_BUDGET_S = 0.1
+LIBRARY, RANKS = "library", "ranks"  # who reduces: the process group's own operation, or each rank all values in order
+ONE_SHOT, TWO_SHOT = "one_shot", "two_shot"  # torch's all-reduces over memory that GPUs of one host reach of each other
+MOST_ONE_SHOT = 8 << 20  # bytes, all of which each rank reads of all
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The stages of a problem. A kernel's schedule names its pieces, so that none of them is searched for twice."""
+
+    problem: Problem | FusionProblem
+    target: Target
+    stages: tuple[Stage, ...]
+    results: tuple[int, ...]
+
+    def schedules(self) -> tuple[Schedule, ...]:
+        nodes = [s.what for s in self.stages if isinstance(s.what, Node)]
+        sums = any(isinstance(n.op, (AllReduce, ReduceScatter)) and n.dtype.is_float for n in nodes)
+        shot = [n for n in nodes if _in_shots(n)] if self.target.kind == "cuda" else []
+        one = bool(shot) and all(n.tensor.size_bytes <= MOST_ONE_SHOT for n in shot)
+        hows = [LIBRARY, *[RANKS] * sums, *[TWO_SHOT] * bool(shot), *[ONE_SHOT] * one]
+        return tuple(Schedule.of(reduce=how) for how in hows)
+
+    def pieces(self) -> list[AnyProblem]:
+        """The problems of this rank alone."""
+        return [s.what for s in self.stages if not isinstance(s.what, Node)]
+
+    def pieces_with(self, weights: Mapping[int, torch.Tensor]) -> list[tuple[AnyProblem, dict[int, torch.Tensor]]]:
+        """The pieces, each with its constant sources at hand by index."""
+        return [
+            (s.what, {at: weights[i] for at, i in enumerate(s.places) if i in weights})
+            for s in self.stages
+            if not isinstance(s.what, Node)
+        ]
+
+    def offers(self, schedule: Schedule) -> bool:
+        if BY not in dict(schedule.knobs):
+            return False
+        pieces = zip(self.pieces(), chosen_of(schedule), strict=True)
+        return all(point in _plan_of(p, name, self.target).schedules() for p, (name, point) in pieces)
+
+    def of_pieces(self, schedule: Schedule, chosen: Sequence[tuple[str, Schedule]]) -> Schedule:
+        """A point with candidate and point of each piece."""
+        return joined(schedule, chosen)
+
+    def build(self, schedule: Schedule) -> Kernel:
+        """A kernel for each piece: those that `schedule` names, else the fastest.
+
+        Raises:
+            UnsupportedError: a piece's candidate is gone, or refuses.
+        """
+        pieces, target = self.pieces(), self.target
+        if BY in dict(schedule.knobs):
+            chosen = zip(pieces, chosen_of(schedule), strict=True)
+            kernels = [_plan_of(p, name, target).build(point) for p, (name, point) in chosen]
+        else:
+            kernels = [search(p, target, budget_s=PIECE_BUDGET_S).kernel for p in pieces]
+            schedule = self.of_pieces(schedule, [(k.candidate, k.schedule) for k in kernels])
+        how = str(schedule["reduce"])
+        held = zip([s for s in self.stages if not isinstance(s.what, Node)], kernels, strict=True)
+        unused = {i: all(s.places.index(i) in k.releasable for s, k in held if i in s.places) for i in self._weights()}
+
+        def prepare(weights: Mapping[int, torch.Tensor]) -> Runner:
+            return self._runner(kernels, weights, how)
+
+        return Kernel(
+            CANDIDATE.name,
+            schedule,
+            prepare,
+            workspace_bytes=max((k.workspace_bytes for k in kernels), default=0),
+            packed_bytes=sum(k.packed_bytes for k in kernels),
+            releasable=frozenset(i for i, not_read in unused.items() if not_read and not self._travels(i)),
+            roundoff=max((k.roundoff for k in kernels), default=0.0),
+            parts=tuple((p.kind, k.candidate) for p, k in zip(pieces, kernels, strict=True)),
+        )
+
+    def _weights(self) -> list[int]:
+        return [i for i, weight in enumerate(self.problem.weights) if weight]
+
+    def _travels(self, source: int) -> bool:
+        return any(isinstance(s.what, Node) and source in s.places for s in self.stages)
+
+    def _runner(self, kernels: Sequence[Kernel], weights: Mapping[int, torch.Tensor], how: str) -> Runner:
+        own = iter(kernels)
+        runners: list[tuple[Stage, Runner]] = []
+        for stage in self.stages:
+            if isinstance(stage.what, Node):
+                runners.append((stage, _between(stage.what, how)))
+            else:
+                given = {at: weights[i] for at, i in enumerate(stage.places) if i in weights}
+                runners.append((stage, next(own).prepare(given)))
+
+        def run(sources: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+            values = list(sources)
+            for stage, runner in runners:
+                values += runner([values[i] for i in stage.places])
+            return [values[i] for i in self.results]
+
+        return run
+
+
+def _in_shots(node: Node) -> bool:
+    """Tell whether torch's all-reduces over shared memory take it: they read 16 bytes at a time, of each rank's share."""
+    op, size = node.op, node.tensor.size_bytes
+    return (
+        isinstance(op, AllReduce) and op.fn == "add" and node.dtype in (F32, BF16) and size > 0 and size % (16 * op.ranks) == 0
+    )
+
+
+def _between(node: Node, how: str) -> Runner:
+    """A runner of an operation between ranks. One in shots is made by all ranks together."""
+    if how in (ONE_SHOT, TWO_SHOT) and _in_shots(node):
+        return _shot(node, how)
+
+    def run(sources: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        if how == RANKS:
+            return [cast("torch.Tensor", node.op.evaluate(node, [sources[0]]))]
+        return [team().run(node, sources[0])]
+
+    return run
+
+
+def _shot(node: Node, how: str) -> Runner:
+    """A runner of torch's all-reduce. It waits for all ranks when it begins and ends, so all calls use one buffer."""
+    op, size = node.op, node.tensor.size_bytes
+    assert isinstance(op, AllReduce)
+    memory = team().symmetric(op.over, 1 << (size - 1).bit_length())
+    buffer = memory.buffers[memory.own][:size].view(node.dtype.to_torch()).view(node.shape)
+    ops = torch.ops.symm_mem
+
+    def run(sources: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        buffer.copy_(sources[0])
+        if how == ONE_SHOT:
+            return [cast("torch.Tensor", ops.one_shot_all_reduce(buffer, "sum", memory.group))]
+        return [cast("torch.Tensor", ops.two_shot_all_reduce_(buffer, "sum", memory.group)).clone()]
+
+    return run
+
+
+def plan(problem: Problem | FusionProblem, target: Target) -> Plan:
+    """Take every gemm and fusion that holds operations between ranks."""
+    found = Stages(problem)
+    return Plan(problem, target, tuple(found.stages), found.results)
+
+
+def _plan_of(piece: AnyProblem, name: str, target: Target) -> AnyPlan:
+    """The plan of a piece's candidate.
+
+    Raises:
+        UnsupportedError: there is no such candidate, or it refuses.
+    """
+    found = next((c for c in discover() if c.name == name and concerns(c, piece, target)), None)
+    if found is None:
+        raise UnsupportedError(f"{name}: there is no such candidate", where=str(piece))
+    return plan_for(found, piece, target)
+
+
+CANDIDATE = Candidate("sequential", GEMM | FUSION, CPU | GPU, 50, plan, ranks="several")

@@ -1,0 +1,245 @@
+"""Stores into the memory of other ranks, and the wait for theirs: the text that a product's epilogue and the kernel behind it
+are given beside their own.
+
+Each rank has memory that all of its group reach, in this order:
+
+    own words     epoch: calls that are over; tiles stored; programs that are done; ns to wait for a rank
+    region 0      what rank 0 sends: a flag, and two slots
+    region 1, …   the same of the others
+
+A call's epoch is the number of calls before it. A product stores its partial sums into its region of every rank that wants
+them, in the slot of the epoch's last bit. The block that stores last sets the flags to epoch + 1 (release, system scope). The
+kernel behind waits until all flags of its rank are there (acquire), adds up the regions in order, and its last program counts
+the call. Numbers are kept in memory, not passed, so that a CUDA graph may be replayed; they count up and are compared by their
+difference, so that they may wrap.
+
+Two slots suffice. A rank stores for epoch e + 2 when its own kernel for e + 1 has ended. That one saw the flags that every rank
+set in its product for e + 1, which runs behind its kernel for e: nobody reads the slot any more. So all ranks of a group must
+make the same calls in the same order, each on one stream.
+
+PTX ISA 9.0, chapter 8: a barrier of the block orders its threads' stores before thread 0's release, and release and acquire are
+cumulative. So stores by other blocks, counted with `acq_rel` at system scope, come before the flag.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import ClassVar, Protocol, runtime_checkable
+
+import torch
+
+from tilewright.candidates.triton.expressions.emit import Emitter
+from tilewright.candidates.triton.expressions.printer import pointer_type
+from tilewright.candidates.triton.expressions.text import Text
+from tilewright.dtype import DType
+from tilewright.ir.mesh import Symmetric
+from tilewright.ir.types import TensorType
+from tilewright.lowering.access import Access
+from tilewright.schedule.candidate import Runner, Schedule
+from tilewright.sizes import next_power_of_2
+
+LINE = 128  # bytes: what a flag has to itself
+LEAST_SLOT = 1 << 12  # bytes
+EPOCH, STORED, DONE, LIMIT = 0, 4, 8, 16  # places of the own words, in bytes
+OWN, LATE = "own", "late"  # names of arguments: the own words, and a word that the host reads
+SHARED = 1 << 16  # number of the first of these and of other ranks' memory among a kernel's sources
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """The memory of a group of ranks.
+
+    Attributes:
+        ranks: how many there are.
+        slot_bytes: room for what a rank sends to another one in a call; a multiple of `LINE`.
+    """
+
+    ranks: int
+    slot_bytes: int
+
+    @property
+    def region_bytes(self) -> int:
+        """Bytes from one rank's region to the next."""
+        return LINE + 2 * self.slot_bytes
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of a rank's memory, zeros at first."""
+        return LINE + self.ranks * self.region_bytes
+
+    def region(self, rank: int) -> int:
+        """The place of what a rank sends, in bytes."""
+        return LINE + rank * self.region_bytes
+
+    def words(self, memory: Symmetric) -> torch.Tensor:
+        """A rank's own words."""
+        return memory.buffers[memory.own][:LINE].view(torch.int32)
+
+    def limit(self, memory: Symmetric) -> None:
+        """Have kernels that wait in this memory do so for no longer than it says."""
+        memory.buffers[memory.own][LIMIT : LIMIT + 8].view(torch.int64).fill_(int(1e9 * memory.limit_s))
+
+    def sent(self, memory: Symmetric, dtype: DType) -> dict[int, torch.Tensor]:
+        """The arguments of a product's kernel, by number: the own words, and this rank's region with each rank."""
+        mine = self.region(memory.own)
+        regions = [b[mine : mine + self.region_bytes].view(dtype.to_torch()) for b in memory.buffers]
+        return dict(enumerate([self.words(memory), *regions], SHARED))
+
+    def received(self, memory: Symmetric, dtype: DType) -> list[torch.Tensor]:
+        """The regions of all ranks with this one."""
+        mine = memory.buffers[memory.own]
+        starts = map(self.region, range(self.ranks))
+        return [mine[at : at + self.region_bytes].view(dtype.to_torch()) for at in starts]
+
+    def slot_of(self, epoch: str, dtype: DType) -> str:
+        """The place of an epoch's slot in a region, in elements."""
+        size = dtype.bits // 8
+        return f"({epoch} & 1) * {self.slot_bytes // size} + {LINE // size}"
+
+
+@dataclass(frozen=True)
+class Push:
+    """A product's store into the memory of a group's ranks.
+
+    Attributes:
+        exchange: the memory.
+        rows: rows of the result that each rank wants, of all of them in turn; 0 where each wants all.
+        arrivals: tiles that are stored in a call.
+    """
+
+    exchange: Exchange
+    rows: int
+    arrivals: int = 0
+
+    @property
+    def names(self) -> list[str]:
+        """The kernel's arguments: the own words, and for each rank of the group where this one's region lies there."""
+        return [OWN, *(f"to{i}" for i in range(self.exchange.ranks))]
+
+    def kinds(self, dtype: DType) -> dict[str, str]:
+        """Triton's types of the arguments."""
+        return {name: "*i32" if name == OWN else pointer_type(dtype) for name in self.names}
+
+    def store(self, emitter: Emitter, access: Access) -> None:
+        """Write the store of a tile, and the flags behind the last one."""
+        t, tile = emitter.text, emitter.tile
+        epoch = t.v(f"{t.language}.load({OWN})")
+        slot, value = t.v(self.exchange.slot_of(epoch, access.root.dtype)), emitter.value(access)
+        for rank, name in enumerate(self.names[1:]):
+            if self.rows:
+                here = t.v(f"{tile.rows} // {self.rows} == {rank}")
+                mask = here if tile.row_mask is None else t.v(f"{here} & {tile.row_mask}")
+                emitter.tile = replace(tile, row_mask=mask)
+            # Rows are counted from the product's first one, those that a rank wants from its own.
+            first = rank * self.rows * access.root.shape[-1]
+            emitter.store(access, f"{name} + ({slot} - {first})" if first else f"{name} + {slot}", value)
+        emitter.tile = tile
+        _statement(t, _arrival(self), self.names, epoch)
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """The wait of a kernel for what the ranks of its group send. After `Symmetric.limit_s` it goes on without, and
+    tells the host.
+
+    Attributes:
+        exchange: the memory.
+        dtype: type of what is sent.
+        pointers: the kernel's arguments for the regions, in the order of ranks.
+    """
+
+    exchange: Exchange
+    dtype: DType
+    pointers: tuple[str, ...]
+
+    KINDS: ClassVar[dict[str, str]] = {OWN: "*i32", LATE: "*i32"}
+
+    def wait(self, t: Text) -> None:
+        """Write the wait, and point the arguments for the regions to this call's slots."""
+        t.do(f"epoch = {t.language}.load({OWN})")
+        _statement(t, _wait(self), [OWN, LATE], "epoch")
+        t.do(f"slot = {self.exchange.slot_of('epoch', self.dtype)}")
+        for name in self.pointers:
+            t.do(f"{name} += slot")
+
+    def end(self, t: Text, programs: int) -> None:
+        """Write what counts the call, where the last of so many programs is done."""
+        _statement(t, _end(programs), [OWN], "epoch")
+
+
+@runtime_checkable
+class Pushing(Protocol):
+    """A product's plan of which the store may go to other ranks' memory."""
+
+    def pushing(self) -> Sequence[Schedule]:
+        """The most promising points at which it may; none where it may not."""
+        ...
+
+    def pushed(self, schedule: Schedule, push: Push) -> Running:
+        """A function that gives the runner of a point, whose results are other ranks'."""
+        ...
+
+
+@runtime_checkable
+class Awaiting(Protocol):
+    """A fusion's plan whose kernel may wait for what ranks send."""
+
+    def awaiting(self, schedule: Schedule, exchange: Exchange, sent: Sequence[int]) -> Running:
+        """A function that gives the runner of a point.
+
+        Args:
+            schedule: the point.
+            exchange: the memory.
+            sent: sources that ranks send, in their order.
+        """
+        ...
+
+
+Running = Callable[[Mapping[int, torch.Tensor], Symmetric], Runner]  # given the constant sources by number, and the memory
+
+
+def _statement(t: Text, asm: str, addresses: Sequence[str], epoch: str) -> None:
+    """A statement of PTX for each thread: $1 is the epoch, and addresses are $2 and on."""
+    given = [epoch, *(f"{a}.to({t.language}.int64)" for a in addresses)]
+    constraints = ",".join(["=r", "r", *["l"] * len(addresses)])
+    where = f"{t.language}.inline_asm_elementwise"
+    t.do(f"{where}({asm!r}, {constraints!r}, [{', '.join(given)}], {t.language}.int32, is_pure=False, pack=1)")
+
+
+def _arrival(push: Push) -> str:
+    """$2 own words, $3 and on the regions. The threads of a block meet; the first one counts the tile."""
+    flags = " ".join(f"@q st.relaxed.sys.global.b32 [${3 + i}], t;" for i in range(push.exchange.ranks))
+    return (
+        "{ .reg .pred q; .reg .b32 t, c; barrier.sync 0; mov.u32 t, %tid.x; setp.eq.u32 q, t, 0; mov.b32 c, -1; "
+        f"@q atom.acq_rel.sys.global.add.u32 c, [$2+{STORED}], 1; setp.eq.u32 q, c, {push.arrivals - 1}; "
+        f"@q st.relaxed.sys.global.b32 [$2+{STORED}], 0; add.s32 t, $1, 1; @q fence.acq_rel.sys; {flags} mov.b32 $0, 0; }}"
+    )
+
+
+def _wait(arrival: Arrival) -> str:
+    """$2 own words, $3 the host's word. Each of the first threads waits for one rank, and then all meet."""
+    e = arrival.exchange
+    return (
+        "{ .reg .pred q, w; .reg .b32 t, f, v; .reg .b64 a, x, y, z; mov.u32 t, %tid.x; "
+        f"ld.global.b64 z, [$2+{LIMIT}]; "
+        f"setp.lt.u32 q, t, {e.ranks}; mad.wide.u32 a, t, {e.region_bytes}, $2; mov.u64 x, %globaltimer; add.s32 v, $1, 1; "
+        f"L: mov.b32 f, v; @q ld.acquire.sys.global.b32 f, [a+{LINE}]; sub.s32 f, f, v; setp.ge.s32 w, f, 0; @w bra D; "
+        f"mov.u64 y, %globaltimer; sub.s64 y, y, x; setp.lt.s64 w, y, z; @w bra L; "
+        "add.s32 t, t, 1; st.relaxed.sys.global.b32 [$3], t; D: barrier.sync 0; mov.b32 $0, 0; }"
+    )
+
+
+def _end(programs: int) -> str:
+    """$2 own words. Every program has read the epoch when the last one counts."""
+    return (
+        "{ .reg .pred q; .reg .b32 t, c; barrier.sync 0; mov.u32 t, %tid.x; setp.eq.u32 q, t, 0; mov.b32 c, -1; "
+        f"@q atom.acq_rel.gpu.global.add.u32 c, [$2+{DONE}], 1; setp.eq.u32 q, c, {programs - 1}; "
+        f"@q st.relaxed.gpu.global.b32 [$2+{DONE}], 0; add.s32 t, $1, 1; @q st.relaxed.gpu.global.b32 [$2+{EPOCH}], t; "
+        "mov.b32 $0, 0; }"
+    )
+
+
+def slot_bytes(tensor: TensorType) -> int:
+    """The room for partial sums of a type: a power of two, so that problems of about one size share memory."""
+    return max(LEAST_SLOT, next_power_of_2(tensor.size_bytes))

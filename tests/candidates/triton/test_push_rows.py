@@ -1,0 +1,271 @@
+"""Products whose epilogue stores partial sums into other ranks' memory: ranks in one address space, launches in turns."""
+
+import pytest
+import torch
+from fusions import by_row, norm
+from ptx import H200, Fault, emulating, together
+from ptx.machine import How
+from w4_problems import posed
+
+from tilewright.compiler import optimise
+from tilewright.dtype import BF16 as BFLOAT16
+from tilewright.dtype import F8E4M3FN, F32
+from tilewright.errors import UnsupportedError
+from tilewright.ir.build import const, convert, input_, map_, reduce_
+from tilewright.ir.expression import make_gemm
+from tilewright.ir.graph import Graph, Node
+from tilewright.ir.mesh import Mesh, in_team, simulate, team
+from tilewright.ir.ops import AllReduce, Gemm, LayerNorm, Param, Place, Quantize, ReduceScatter, gemm
+from tilewright.ir.types import TensorType
+from tilewright.lowering.stages import joined
+from tilewright.rules.shard import localise
+from tilewright.schedule.expected import check, expect_on_mesh
+from tilewright.schedule.problem import Problem, problem_of
+from tilewright.schedule.sample import random_sources
+
+pytest.importorskip("triton")
+
+from tilewright.candidates.triton.expressions import exchange
+from tilewright.candidates.triton.gemm.kernel import TileConfig
+from tilewright.candidates.triton.normalization import candidate as triton_norm
+from tilewright.candidates.triton.push_rows.candidate import CANDIDATE
+from tilewright.candidates.triton.push_rows.virtual import VirtualRanks
+from tilewright.candidates.triton.runtime import module as modules
+from tilewright.schedule.candidate import Schedule, plan_for, refusal
+
+
+def summed(line, ranks, *, scatter=False, then="norm", constant=True):
+    """A line's product in bf16, its sums over ranks, a residual, and a norm that is quantised by row."""
+    local = posed(line, constant)
+    (store,) = local.op.stores
+    op = ReduceScatter(("tp",), (ranks,), axis=0) if scatter else AllReduce(("tp",), (ranks,))
+    total = Node(op, store)
+    count, types = len(local.types), list(local.types)
+    if then:
+        types += [total.tensor, TensorType(F32, (1,) if then == "add" else total.shape[-1:])]
+    stores = [total]
+    if then:
+        stores = [map_("add", total, Node(Param(count, types[count])))]
+    if then == "norm":
+        y = norm(convert(stores[0], F32), Node(Param(count + 1, types[count + 1])), center=False)
+        stores += by_row(y, F8E4M3FN)
+    sources = [Node(Param(i, t)) for i, t in enumerate(types)]
+    made = make_gemm(local.op.acc_dtype, local.op.lhs, local.op.rhs, stores, sources)
+    weights = [*local.weights, *(False, True)][: len(types)]
+    order = [sources.index(s) for s in made.src]
+    return Problem(made.op, tuple(types[i] for i in order), tuple(weights[i] for i in order))
+
+
+late = []  # of each run, the ranks that were waited for in vain
+
+
+def results(problem, ranks, schedule, calls=1, seed=None, limit_s=5.0, **how):
+    """Each rank's results of each call, with its sources, run together: in turns drawn by lot, if there is a seed."""
+    mesh = Mesh.parse(f"tp={ranks}")
+    space = VirtualRanks(mesh, "cpu", limit_s)
+    given = simulate(mesh, lambda r: random_sources(problem, seed=17 + r))
+    streams, found, kept = [], [[] for _ in range(ranks)], []
+    with emulating(How(seed=seed, **how)) as driver:
+        empty = torch.empty
+
+        def holding(*args, **kwargs):  # what a call allocates lives until its launches have run
+            kept.append(empty(*args, **kwargs))
+            return kept[-1]
+
+        torch.empty = holding
+        try:
+            for r in range(ranks):
+                driver.queue = []
+                with in_team(space.member(r)):
+                    kernel = plan_for(CANDIDATE, problem, H200).build(schedule)
+                    run = kernel.prepare({i: given[r][i] for i, w in enumerate(problem.weights) if w})
+                    for call in range(calls):
+                        sources = turned(problem, given[r], call)
+                        kept.append(sources)
+                        found[r].append((sources, list(run(sources))))
+                streams.append(driver.queue)
+        finally:
+            torch.empty = empty
+        together(streams, seed or 0)
+    late.append(space.late())
+    return found
+
+
+def turned(problem, sources, call):
+    """Other data for each call: what is no weight, moved along."""
+    return [t if w else t.roll(call, 0).roll(call, -1) for t, w in zip(sources, problem.weights, strict=True)]
+
+
+def right(problem, ranks, schedule, calls=1, seed=None, **how):
+    """All results are right, and those that all ranks hold the same bits."""
+    found, mesh = results(problem, ranks, schedule, calls, seed, **how), Mesh.parse(f"tp={ranks}")
+    assert late[-1] == [0] * ranks
+    whys = []
+    for call in range(calls):
+        for r in range(ranks):
+            _, expected = expect_on_mesh(problem, lambda rank, call=call: found[rank][call][0], mesh, r)
+            why = check(problem, expected, found[r][call][1])
+            whys += [f"call {call}, rank {r}: {why}"] if why else []
+    assert not whys, whys[0]
+    return found
+
+
+def first(problem, name="triton"):
+    """The first point whose product is by this generator."""
+    return next(s for s in plan_for(CANDIDATE, problem, H200).schedules() if s["by"].startswith(f"{name}, "))
+
+
+BF16 = "bf16[5,96] @ bf16[32,96]^T -> bf16"
+FP8 = "f8e4m3fn[6,128] scale=channel @ f8e4m3fn[48,128]^T scale=channel -> bf16"
+W4 = "bf16[4,256] @ s4[64,256]^T group=64 -> bf16"
+
+
+@pytest.mark.parametrize(
+    ("line", "ranks", "name", "how"),
+    [
+        (BF16, 2, "triton", {}),
+        (BF16, 3, "triton", {"then": "add"}),
+        ("f16[1,64] @ f16[16,64]^T -> f16", 4, "triton", {"then": ""}),
+        ("bf16[7,64] @ bf16[24,64]^T -> f32", 2, "triton", {}),
+        (FP8, 2, "triton", {}),
+        (W4, 2, "hopper_w4", {}),
+        (W4, 4, "hopper_w4", {"scatter": True}),
+        ("bf16[6,96] @ bf16[32,96]^T -> bf16", 3, "triton", {"scatter": True}),
+    ],
+)
+def test_sums_over_ranks_and_what_follows(line, ranks, name, how):
+    """Rows that all ranks get or each its own, in the types of programs, several calls in turns drawn by lot."""
+    p = summed(line, ranks, **how)
+    right(p, ranks, first(p, name), calls=3, seed=len(line))
+
+
+def test_all_ranks_get_the_same_bits():
+    p = summed(BF16, 3, then="")
+    found = results(p, 3, first(p), calls=2, seed=5)
+    for call in range(2):
+        assert all(torch.equal(found[0][call][1][0], found[r][call][1][0]) for r in (1, 2))
+
+
+@pytest.mark.parametrize("seed", [0, 3])
+def test_parts_of_k_and_several_blocks_meet_before_the_flag(seed):
+    """The blocks that finish tiles are counted, not those that have a part of K."""
+    p = summed("bf16[17,512] @ bf16[64,512]^T -> bf16", 2)
+    point = Schedule.of_point(TileConfig(16, 16, 32, 4, 2, split_k=2))
+    tail = plan_for(CANDIDATE, p, H200).tail.plan.schedules()[0]
+    right(p, 2, joined(Schedule(), [("triton", point), ("triton_norm", tail)]), calls=2, seed=seed)
+
+
+def test_a_compiled_program_has_one_step_behind_its_product():
+    """Sum over ranks, residual, norm and codes by row are stores of the product, and one kernel does them."""
+    rows, k, n = 5, 64, 32
+    x, residual = input_("x", BFLOAT16, (rows, k)), input_("r", BFLOAT16, (rows, n))
+    splits = (((), ("tp",)), (("tp",), ()))
+    a, b = (Node(Place(s), v) for s, v in zip(splits, (x, const(torch.randn(k, n).bfloat16() / 8)), strict=True))
+    total = map_("add", gemm(a, b, out_dtype=BFLOAT16), residual)
+    y = convert(Node(LayerNorm(1, 1e-5, center=False), total, const(torch.ones(n).bfloat16())), F32)
+    scale = map_("divide", reduce_("maximum", map_("abs", y), [1], keepdims=True), const(448.0, F32))
+    outputs = total, Node(Quantize(F8E4M3FN), y, scale), scale
+    graph = Graph("step", (x, residual), outputs, ("total", "codes", "scale"), mesh=Mesh.parse("tp=2"))
+    (product,) = [n for n in optimise(localise(graph)).nodes() if isinstance(n.op, Gemm)]
+    problem = problem_of(product)
+    assert len(problem.outputs) == 3
+    right(problem, 2, first(problem), calls=2, seed=4)
+
+
+def planted(monkeypatch, name, old, new):
+    made = getattr(exchange, name)
+
+    def other(*given):
+        text = made(*given)
+        assert old in text
+        return text.replace(old, new)
+
+    monkeypatch.setattr(exchange, name, other)
+
+
+def found_wrong(calls, most=12):
+    """Tell whether some order of ranks shows that results are wrong, or that one waits for ever."""
+    p = summed(BF16, 2, then="add")
+    for seed in range(most):
+        try:
+            right(p, 2, first(p), calls, seed=seed, most_steps=40_000)
+        except (AssertionError, Fault):
+            return True
+    return False
+
+
+def test_a_kernel_that_does_not_wait_is_found(monkeypatch):
+    planted(monkeypatch, "_wait", "@q ld.acquire", "@w ld.acquire")
+    assert found_wrong(calls=2)
+
+
+def test_one_slot_for_all_calls_is_found(monkeypatch):
+    """A rank that is ahead writes where one that is behind still reads."""
+    monkeypatch.setattr(exchange.Exchange, "slot_of", lambda self, epoch, dtype: str(exchange.LINE * 8 // dtype.bits))
+    assert found_wrong(calls=4, most=40)
+
+
+def test_a_flag_set_by_the_first_block_is_found(monkeypatch):
+    planted(monkeypatch, "_arrival", "setp.eq.u32 q, c, 1;", "setp.eq.u32 q, c, 0;")
+    assert found_wrong(calls=2)
+
+
+def test_a_flag_that_is_never_set_is_found(monkeypatch):
+    planted(monkeypatch, "_arrival", "@q st.relaxed.sys.global.b32 [$4], t;", "")
+    assert found_wrong(calls=1, most=1)
+
+
+def test_a_call_that_is_not_counted_is_found(monkeypatch):
+    planted(monkeypatch, "_end", "add.s32 t, $1, 1;", "mov.b32 t, $1;")
+    assert found_wrong(calls=3)
+
+
+def test_what_keeps_to_the_protocol_passes_the_same_orders():
+    assert not found_wrong(calls=3, most=3)
+
+
+def test_a_rank_that_does_not_come_is_named_to_the_host(monkeypatch):
+    """The wait ends by itself, and the host finds which rank it was."""
+    planted(monkeypatch, "_arrival", "@q st.relaxed.sys.global.b32 [$3], t;", "")
+    p = summed(BF16, 2, then="")
+    results(p, 2, first(p), seed=1, limit_s=50e-6)
+    assert late[-1][0] in (1, 2) and late[-1][1] == 0  # nobody's flag comes to the first rank
+
+
+@pytest.mark.parametrize(
+    ("line", "ranks", "why"),
+    [
+        ("bf16[65,96] @ bf16[32,96]^T -> bf16", 2, "65 rows for 2 ranks: up to 64"),
+        ("bf16[4,96] @ bf16[32,96]^T -> bf16", 17, "4 rows for 17 ranks"),
+        ("s8[4,96] @ s8[32,96]^T -> s32", 2, "add of s32: sums of f32, bf16 or f16"),
+    ],
+)
+def test_what_is_not_pushed_is_refused_with_a_sentence(line, ranks, why):
+    assert why in refusal(CANDIDATE, summed(line, ranks, then=""), H200)
+
+
+def test_ranks_that_are_not_there_exchange_nothing_on_the_host():
+    member = VirtualRanks(Mesh.parse("tp=2"), "cpu").member(0)
+    with pytest.raises(UnsupportedError, match="exchange nothing on the host"):
+        member.exchange(torch.zeros(1), ("tp",), len)
+    with pytest.raises(UnsupportedError, match="simulated ranks have no memory that others reach"):
+        simulate(Mesh.parse("tp=2"), lambda r: team().symmetric(("tp",), 64))
+
+
+@pytest.mark.parametrize("name", ["triton", "hopper_w4"])
+def test_machine_code_has_flags_for_the_system_and_no_multicast(name):
+    p = summed(W4 if name == "hopper_w4" else BF16, 4)
+    plan = plan_for(CANDIDATE, p, H200)
+    texts = []
+    build = modules.build
+    with pytest.MonkeyPatch.context() as m:
+        for where in (modules, triton_norm):
+            m.setattr(where, "build", lambda *a, **k: (texts.append(build(*a, **k)), texts[-1])[1])
+        plan.build(first(p, name))
+    ptx = [t.kernel.asm["ptx"] for t in texts]
+    assert len(ptx) == 2
+    assert ptx[0].count("st.relaxed.sys.global.b32") == 5 and "fence.acq_rel.sys" in ptx[0] and "atom.acq_rel.sys" in ptx[0]
+    assert "ld.acquire.sys" in ptx[1]
+    assert not any("multimem" in x for x in ptx)
+    sass = modules.assembly(texts[0].kernel)
+    assert "MEMBAR" in sass and ".SYS" in sass
