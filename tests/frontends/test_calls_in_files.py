@@ -1,4 +1,4 @@
-"""What a file may have torch, onnx and StableHLO's interpreter do, and what it needs to be trusted for."""
+"""Calls of torch, onnx and StableHLO's interpreter in a file, and what it must be trusted for."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How generated GPU kernels are called, with stand-ins for what CUDA says: streams, captures, devices."""
+"""Calls of generated GPU kernels, with stand-ins for what CUDA says: streams, captures, devices."""
 
 from contextlib import contextmanager
 from dataclasses import replace
@@ -18,6 +18,7 @@ from tilewright.candidates.triton.hopper.gemm.plan import plan_of
 from tilewright.candidates.triton.hopper.gemm.run import compiled
 from tilewright.candidates.triton.hopper.gemm.spec import spec_of
 from tilewright.candidates.triton.hopper.gemm.tma import TmaView
+from tilewright.candidates.triton.runtime import launch
 from tilewright.candidates.triton.runtime.launch import SPARE, Counters, Start, caller, maker, pointers
 from tilewright.candidates.triton.runtime.module import Built
 from tilewright.dtype import F16, S8
@@ -27,7 +28,7 @@ from tilewright.schedule.guard import preparing
 
 
 class Cuda:
-    """What torch says of CUDA."""
+    """Answers in torch's place to what is asked of CUDA."""
 
     def __init__(self, monkeypatch):
         self.stream, self.capturing, self.device = 1, False, 0
@@ -65,6 +66,17 @@ def test_calls_on_one_stream_share_counters_and_captured_ones_share_none(cuda):
     taken += [counters.take() for _ in range(SPARE + 2)]
     assert len({t.data_ptr() for t in taken}) == len(taken)
     assert all(t.numel() >= 5 and not t.any() and t.data_ptr() % 16 == 0 for t in taken)
+
+
+def test_counters_of_many_kernels_are_cleared_together(cuda, monkeypatch):
+    monkeypatch.setattr(launch, "_zeroed", {})
+    several = [Counters(n, torch.device("cpu")) for n in (1, 5, 132, launch.AT_ONCE, 4)]
+    held = [range(c._made.data_ptr(), c._made.data_ptr() + c._made.nbytes) for c in several]
+    assert all(a.stop <= b.start or b.stop <= a.start for i, a in enumerate(held) for b in held[:i])
+    assert len({c._made.untyped_storage().data_ptr() for c in several}) == 3, (
+        "one for small ones, one for the large, and the rest"
+    )
+    assert not any(c._made.any() for c in several) and all(r.start % 16 == 0 for r in held)
 
 
 def test_what_a_graph_counts_with_outlives_the_call(cuda):

@@ -1,4 +1,4 @@
-"""What the graph has no node for: calls into onnx's reference evaluator, functions, control flow, opaque values."""
+"""Calls, which the graph has no other node for: onnx's reference evaluator, functions, control flow, opaque values."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import torch
 from onnx import TensorProto, helper, numpy_helper
 from onnx_models import BOOL, FLOAT, INT64, agrees, model, native, one, ours, read, tame, theirs, value
 
+from tilewright.compiler import compile
 from tilewright.errors import TypeMismatchError, UnsupportedError
 from tilewright.frontends import onnx as frontend
 from tilewright.ir.evaluate import evaluate
@@ -105,7 +106,7 @@ def test_every_element_type_goes_into_a_call_and_comes_out(dtype):
 
 
 def test_shape_arithmetic_through_nonzero_is_known():
-    """How older exporters spell a range."""
+    """Older exporters spell a range so."""
     nodes = [
         helper.make_node("Shape", ["x"], ["s"]),
         helper.make_node("ConstantOfShape", ["s"], ["c"], value=numpy_helper.from_array(np.array([1], np.int64))),
@@ -166,6 +167,28 @@ def test_a_loop_with_captured_values_is_a_call():
     assert calls(graph) == ["Loop"]
     for got, wanted in zip(run(graph, X), theirs(m, X), strict=True):
         np.testing.assert_allclose(np.asarray(got), wanted, rtol=1e-6)
+
+
+def test_what_a_loop_without_a_turn_gives_is_the_callers_own():
+    """It is the constant, or the input, that it began with, for onnx's evaluator; its type is not known beforehand."""
+    body = helper.make_graph(
+        [helper.make_node("Identity", ["go"], ["still"]), helper.make_node("Add", ["acc", "acc"], ["next"])],
+        "body",
+        [value("i", INT64, []), value("go", BOOL, []), value("acc", FLOAT, [2, 3])],
+        [value("still", BOOL, []), value("next", FLOAT, [2, 3])],
+    )
+    nodes = [
+        helper.make_node("Loop", ["n", "", start], [end], body=body) for start, end in (("c", "a"), ("x", "b"), ("x", "d"))
+    ]
+    feeds, constant = {"x": tame(2, 3), "n": np.array(0, np.int64)}, tame(2, 3)
+    program = compile(model(nodes, feeds, dict.fromkeys("abd", FLOAT), {"c": constant}), budget_s=0)
+    x = feeds["x"].copy()
+    for given in (feeds, {k: torch.tensor(v) for k, v in feeds.items()}):
+        for _ in range(2):
+            found = program(**given)
+            for result, start in zip(found, (constant, x, x), strict=True):
+                np.testing.assert_array_equal(result, start)
+                result[...] = 9.0
 
 
 @pytest.mark.parametrize("trips", [0, 1, 3, None])

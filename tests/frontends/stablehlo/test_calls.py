@@ -10,11 +10,12 @@ import torch
 from against_jax import agree, calls, normal, program, run
 from jax import lax
 
-from tilewright.dtype import F32, S4, S32
+from tilewright.dtype import F4E2M1FN, F32, S4, S32
 from tilewright.errors import InputError, UnsupportedError
 from tilewright.frontends import load, stablehlo
 from tilewright.frontends.stablehlo.call import CALLABLE, INTERPRETED
 from tilewright.frontends.stablehlo.module import mlir_type
+from tilewright.ir.arrays import to_numpy
 from tilewright.ir.ops import Call
 from tilewright.ir.text import parse, print_with_literals
 from tilewright.ir.types import TensorType
@@ -100,6 +101,41 @@ def test_4_bit_shifts_are_called_too() -> None:
     assert left.tolist() == [((c << 1) + 8) % 16 - 8 for c in codes]
     assert right.tolist() == [((c & 15) >> 1) for c in codes]
     assert len(calls(graph)) == 2
+
+
+CODES = np.arange(16, dtype=np.uint8)
+SIGNED = (CODES ^ 8).view(np.int8) - 8
+PAIRS = CODES[0::2] | CODES[1::2] << 4
+FOURS = CODES.view(F4E2M1FN.to_numpy())  # ml_dtypes keeps a code in the low bits of a byte
+
+
+@pytest.mark.parametrize(
+    ("source", "target", "given", "expected"),
+    [
+        ("16xf4E2M1FN", "16xui4", FOURS, CODES),
+        ("16xf4E2M1FN", "16xi4", FOURS, SIGNED),
+        ("16xui4", "16xf4E2M1FN", CODES, FOURS),
+        ("16xi4", "16xf4E2M1FN", SIGNED, FOURS),
+        ("8x2xf4E2M1FN", "8xui8", FOURS.reshape(8, 2), PAIRS),
+        ("8xui8", "8x2xf4E2M1FN", PAIRS, FOURS.reshape(8, 2)),
+        ("2x8xf4E2M1FN", "2xi32", FOURS.reshape(2, 8), np.array([0x76543210, 0xFEDCBA98], np.uint32).view(np.int32)),
+        ("16xi4", "16xui4", SIGNED, CODES),
+    ],
+)
+def test_4_bit_floats_keep_their_bits(source: str, target: str, given: np.ndarray, expected: np.ndarray) -> None:
+    cast = f"stablehlo.bitcast_convert %x : (tensor<{source}>) -> tensor<{target}>"
+    text = f"func.func @main(%x: tensor<{source}>) -> tensor<{target}> {{\n%r = {cast}\nreturn %r : tensor<{target}>\n}}"
+    graph = load(text)
+    types = [n.type.dtype.to_numpy() for n in (*graph.inputs, *graph.outputs)]
+    (found,) = run(graph, given.astype(types[0]))
+    bits = [x.astype(types[1]).view(np.uint8) for x in (to_numpy(found, graph.outputs[0].dtype), expected)]
+    np.testing.assert_array_equal(*bits)
+
+
+def test_the_note_says_why_it_is_a_call() -> None:
+    t = TensorType(F32, (4,))
+    graph = load(program(f"%r = stablehlo.reduce_precision %x, format = e5m10 : {mlir_type(t)}", {"x": t}, {"r": t}))
+    assert any(note.endswith("is evaluated by torch: it keeps 5 and 10 bits of f32") for note in graph.notes), graph.notes
 
 
 def test_every_operation_that_may_be_called_is_tried_here() -> None:

@@ -113,13 +113,18 @@ def test_what_has_no_meaning_in_the_graph_is_left_to_torch_and_said(name: str) -
     assert all(any(f"{c.target} is not modelled and is left to torch" in note for note in graph.notes) for c in calls)
 
 
+def test_the_note_says_why_it_is_left_to_torch() -> None:
+    graph = read(Of(lambda a: torch.linalg.vector_norm(a, 3)), X)
+    assert any(n.endswith("left to torch: a norm of order 3") for n in graph.notes), graph.notes
+
+
 class _Inverse(torch.nn.Module):
     def forward(self, a: torch.Tensor) -> torch.Tensor:
         return torch.linalg.inv(a)
 
 
 def checked_after_decomposition() -> bool:
-    """Whether torch keeps the check that a matrix has an inverse: 2.11 leaves it out of what it decomposes."""
+    """Tell whether torch keeps the check that a matrix has an inverse: 2.11 leaves it out of what it decomposes."""
     return "check_errors" in str(torch.export.export(_Inverse(), (torch.eye(3),)).run_decompositions().graph)
 
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import os
-import tempfile
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
@@ -25,11 +24,10 @@ from weakref import WeakValueDictionary
 
 from tilewright.candidates.llvm.expressions.text import MEMORY, PYTHON, THREADS
 from tilewright.candidates.llvm.runtime import pool
-from tilewright.files import foreign, open_own
-from tilewright.hardware.ceilings import cache_folder
+from tilewright.files import cache_folder, foreign, read_own, write_own
 from tilewright.schedule.candidate import Unsupported, generated
 
-METH_O, METH_FASTCALL = 0x08, 0x80  # CPython, Include/methodobject.h
+METH_NOARGS, METH_O, METH_FASTCALL = 0x04, 0x08, 0x80  # CPython, Include/methodobject.h
 
 
 def available() -> str | None:
@@ -133,8 +131,7 @@ def _seal(key: str, code: bytes) -> bytes:
 def _read(file: Path, key: str) -> bytes | None:
     """A cached object, unless it is missing, damaged, another key's, or could have been written by someone else."""
     try:
-        with os.fdopen(open_own(file, os.O_RDONLY), "rb") as opened:
-            content = opened.read()
+        content = read_own(file)
     except OSError:
         return None
     seal, code = content[:32], content[32:]
@@ -145,14 +142,7 @@ def _write(file: Path, key: str, code: bytes) -> None:
     """Whole or not at all; a cache that cannot be written is done without."""
     try:
         file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        descriptor, name = tempfile.mkstemp(dir=file.parent)  # readable by the owner alone
-        try:
-            with os.fdopen(descriptor, "wb") as out:
-                out.write(_seal(key, code) + code)
-            Path(name).replace(file)
-        except BaseException:
-            Path(name).unlink(missing_ok=True)
-            raise
+        write_own(file, _seal(key, code) + code)
     except OSError:
         return
 
@@ -242,17 +232,17 @@ class Code:
     object: bytes
 
     def __init__(self) -> None:
-        self._definitions: dict[int, _MethodDef] = {}
+        self._definitions: dict[tuple[str, int], _MethodDef] = {}
 
     def address(self, name: str) -> int:
         """The address of a function; 0 if there is none of that name."""
         raise NotImplementedError
 
-    def bound(self, flags: int, to: object = None) -> Any:
-        """The `@python` function as Python calls it by `flags`, with `to` as what it is given first."""
-        address = self.address("python")
-        assert address, "the module has no @python"
-        definition = self._definitions.setdefault(flags, _MethodDef(b"kernel", address, flags, None))
+    def bound(self, flags: int, to: object = None, name: str = "python") -> Any:
+        """The function of a name as Python calls it by `flags`, with `to` as what it is given first."""
+        address = self.address(name)
+        assert address, f"the module has no @{name}"
+        definition = self._definitions.setdefault((name, flags), _MethodDef(b"kernel", address, flags, None))
         make = ctypes.pythonapi.PyCFunction_NewEx
         make.restype, make.argtypes = ctypes.py_object, [ctypes.POINTER(_MethodDef), ctypes.py_object, ctypes.py_object]
         return make(ctypes.byref(definition), to, self)  # as its module, which it holds as long as it lives

@@ -20,6 +20,7 @@ import numpy as np
 
 from tilewright.candidates.llvm.runtime.engine import Code, symbols
 from tilewright.errors import UnsupportedError
+from tilewright.sizes import round_up
 
 X86_64, ABSOLUTE_64, RELOCATABLE = 62, 1, 1  # EM_X86_64, R_X86_64_64, ET_REL
 WRITABLE, ALLOCATED, EXECUTABLE = 1, 2, 4  # SHF_*
@@ -99,7 +100,7 @@ class _Pages:
         self._starts, end = list[int](), 0
         for size in sizes:
             self._starts.append(end)
-            end += -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
+            end += round_up(size, mmap.PAGESIZE)
         self._pages = mmap.mmap(-1, max(end, mmap.PAGESIZE), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         self._held = ctypes.c_char.from_buffer(self._pages)  # while it lives the pages cannot be closed
         self.bases = [ctypes.addressof(self._held) + start for start in self._starts]

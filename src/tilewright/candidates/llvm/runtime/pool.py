@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from string import Template
 
-from tilewright import threads
+from tilewright import processors, threads
 
 MOST = 512  # helpers
 SPIN_NS = 3_000  # that anyone waits before others may have the core
@@ -54,7 +54,7 @@ def start(address: Callable[[str], int]) -> None:
     def function(name: str, count: int) -> Callable[..., int]:
         return ctypes.CFUNCTYPE(ctypes.c_int64, *[ctypes.c_int64] * count)(address(f"tilewright_{name}"))
 
-    function("setup", 2)(threads.usable(), 0 if threads.quota() is not None else IDLE_NS)
+    function("setup", 2)(processors.usable(), 0 if processors.quota() is not None else IDLE_NS)
     say = function("say", 2)
     threads.tell(lambda count, gathered: say(count, GATHER_NS * gathered), function("crowded", 0))
     os.register_at_fork(after_in_child=function("forked", 0))

@@ -15,13 +15,14 @@ from tilewright.candidates.llvm.gemm.space import ONE_THREAD_OPS
 from tilewright.candidates.llvm.runtime.calls import Call, bound
 from tilewright.candidates.llvm.runtime.scratch import maker
 from tilewright.hardware.target import Target
+from tilewright.ir.artefact import Kind
 from tilewright.ir.evaluate import evaluate_nodes
 from tilewright.ir.graph import Node, toposort
 from tilewright.ir.ops import Map, Param, Select
 from tilewright.lowering.access import Access, of_operand
 from tilewright.schedule.candidate import Kernel, Runner, Schedule, Unsupported
 from tilewright.schedule.problem import Problem
-from tilewright.schedule.recipe import Parts, Prepared, describe
+from tilewright.schedule.recipe import CallShape, Parts, Prepared, describe
 
 UNSIZED = Blocks("", 1, 1, 1, 1, 1, pack_lhs=True)
 
@@ -75,12 +76,13 @@ class NestPlan:
         read = [*sorted(self._pointers() & set(range(count))), *outside]
         alone, one = nest.scratch(1), self.problem.ops <= ONE_THREAD_OPS
         weight, size = (packed, nest.packed_rhs_bytes) if nest.constant else (None, 0)
-        results, each = self.problem.outputs, nest.scratch(2) - alone
-        needs = Call(call, nest.pointers, read, count + 2, results, alone, each, one, weight, size, given)
+        results, each = tuple(map(Kind.of, self.problem.outputs)), nest.scratch(2) - alone
+        shape = CallShape(nest.pointers, tuple(read), count + 2, results, alone, each, one, size, given)
+        needs = Call(call, shape, weight)
         return behind(needs, left, right, nest.k_contiguous) if outside else bound(needs)
 
 
-def room(nest: Nest) -> torch.Tensor:
+def packed_memory(nest: Nest) -> torch.Tensor:
     """Memory for a packed right operand from a cache line on: u8, zero where nothing is packed, since it may be saved."""
     made = maker((nest.packed_rhs_bytes + CACHE_LINE,), torch.uint8)()
     made[:CACHE_LINE].zero_()
@@ -99,7 +101,7 @@ def behind(call: Call, left: Node | None, right: Node | None, k_last: bool) -> R
 
     def recipe(parts: Parts) -> Prepared:
         lhs, rhs = (parts.text((root,)) if root is not None else "" for root in (left, right))
-        return Prepared(lhs, rhs, k_last, call.recipe(parts))
+        return Prepared(lhs, rhs, k_last, call.called(parts))
 
     return describe(evaluated, recipe)
 

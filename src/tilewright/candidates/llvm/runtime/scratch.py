@@ -17,10 +17,12 @@ from typing import Any, TypeVar
 import torch
 
 from tilewright.schedule.guard import BYTE, before_runs, visible
+from tilewright.sizes import round_up
 
 ALIGNMENT = 64
 SMALLEST = 1 << 16
 LARGE_BYTES = 1 << 20  # below this the C library's allocator does the same
+HUGE_BYTES = 1 << 21  # a page of them, on x86-64 and most others
 SMALL_BYTES = 1 << 22  # blocks of which any number is kept
 KEPT_BYTES = 1 << 29  # of memory that no result is in, and of memory to work in, at most
 
@@ -37,7 +39,10 @@ def take(size_bytes: int) -> Scratch:
     try:
         return _free[size].pop()
     except (KeyError, IndexError):
-        memory = torch.empty(size + ALIGNMENT, dtype=torch.uint8)
+        if size < HUGE_BYTES:
+            memory = torch.empty(size + ALIGNMENT, dtype=torch.uint8)
+        else:
+            memory = torch.frombuffer(_pages(size), dtype=torch.uint8)
         return -(-memory.data_ptr() // ALIGNMENT) * ALIGNMENT, size, memory
 
 
@@ -78,7 +83,7 @@ def _large(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
 def _block_of(size_bytes: int) -> int:
     """The size of the block for so many bytes: one of eight from each power of two to the next, so that shapes share them."""
     step = max(LARGE_BYTES, 1 << max(0, (size_bytes - 1).bit_length() - 4))
-    return -(-size_bytes // step) * step
+    return round_up(size_bytes, step)
 
 
 def _lend(size: int) -> Any:
@@ -89,12 +94,18 @@ def _lend(size: int) -> Any:
             break
     if memory is None:
         _drop(size)
-        memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # a fork's results are its own
-        if hasattr(mmap, "MADV_HUGEPAGE"):
-            memory.madvise(mmap.MADV_HUGEPAGE)
+        memory = _pages(size)
     lent = _lent_type(size).from_buffer(memory)
     lent.owner = memory
     return lent
+
+
+def _pages(size: int) -> mmap.mmap:
+    """Memory from the system, in huge pages where there are any."""
+    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # a fork's are its own
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return memory
 
 
 def _drop(size: int) -> None:
