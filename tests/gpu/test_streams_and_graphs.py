@@ -92,6 +92,33 @@ def test_graphs_made_in_inference_mode_serve_calls_outside_of_it():
     assert "CUDA graph" in ours.launched
 
 
+def test_programs_over_caches_that_are_made_anew_are_captured_at_once(monkeypatch):
+    """A cache for each call of `generate`, with counters that every step counts up."""
+    from tilewright.dynamo import register
+
+    register()
+    captures, capture = [], CudaGraphs.__call__
+    monkeypatch.setattr(CudaGraphs, "__call__", lambda self, run: captures.append(1) or capture(self, run))
+    first, second = torch.randn(2, 256, 256, device="cuda", dtype=torch.float16) / 16
+
+    def step(x, cache, count):
+        cache.copy_(torch.tanh(cache + x @ first))
+        count.add_(1)
+        return torch.relu(cache @ second) * count
+
+    torch._dynamo.reset()
+    ours = torch.compile(step, backend="tilewright", options={"budget_s": 0, "background": False})
+    for lengths in (4, 1, 5):  # one call alone is captured where kernels have run in a graph
+        caches = torch.zeros(64, 256, device="cuda", dtype=torch.float16), torch.zeros(1, device="cuda", dtype=torch.int64)
+        others = [t.clone() for t in caches]
+        for _ in range(lengths):
+            x = torch.randn(64, 256, device="cuda").half()
+            close(ours(x, *caches), step(x, *others))
+        close(caches[0], others[0])
+        assert int(caches[1]) == int(others[1]) == lengths
+    assert len(captures) == 3
+
+
 def test_two_programs_are_captured_at_once():
     programs = [program() for _ in range(2)]
     errors, meet = [], threading.Barrier(2)

@@ -2,7 +2,6 @@
 
 import gc
 import re
-import threading
 import weakref
 
 import ml_dtypes
@@ -11,7 +10,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from in_threads import in_threads
 from random_graphs import INPUTS, SHAPE, feeds, graphs, joined, split_by_sign
+from torch.autograd import forward_ad
 
 from tilewright.compiler import compile
 from tilewright.dtype import BF16, BY_NAME, F8E4M3FN, F32, F64, S4, S8, S32, U4
@@ -114,6 +115,23 @@ def test_a_gradient_is_not_lost_silently(kind):
         with context():
             torch.testing.assert_close(ADD(x, y), x.detach() @ y + x.detach())
     torch.testing.assert_close(ADD(x.detach(), y), x.detach() @ y + x.detach())
+
+
+def test_a_tangent_is_not_lost_silently():
+    x, v = torch.randn(4, 4), torch.randn(4, 4)
+    said = r"with a tangent, given, and compiled programs know of neither \(input 'x'\)\n  try: x.detach\(\) for a tangent"
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(x, v)
+        for call in (lambda: ADD(dual, v), lambda: ADD(x=dual, y=v)):
+            with pytest.raises(InputError, match=said):
+                call()
+        assert torch.equal(ADD(x, v), ADD(dual.detach(), v))
+    for transform in (
+        lambda: torch.func.jvp(lambda x: ADD(x, v), (x,), (v,)),
+        lambda: torch.func.vmap(ADD, (0, None))(x[None], v),
+    ):
+        with pytest.raises(InputError, match=said):
+            transform()
 
 
 class Lent:
@@ -361,11 +379,7 @@ def test_one_program_may_run_in_several_threads():
             if not all(torch.equal(a, b) for a, b in zip(got, wanted[i], strict=True)):
                 wrong.append(i)
 
-    threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
-    for t in threads:
-        t.start()
-    for t in threads:
-        t.join()
+    in_threads(4, work)
     assert not wrong
 
 

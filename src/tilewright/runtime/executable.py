@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import copy
+import threading
 import warnings
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from os import PathLike
 from pathlib import Path
@@ -13,77 +14,29 @@ from typing import TYPE_CHECKING, TypeVar, cast
 
 import torch
 
-from tilewright.deadline import Budget
-from tilewright.errors import AnotherWayError, InputError, TypeMismatchError, UnsupportedError, check_type, counted, visible
+from tilewright.errors import AnotherWayError, InputError, UnsupportedError, check_type, counted
 from tilewright.hardware.target import Target
 from tilewright.ir.account import Account, account_of
-from tilewright.ir.anchor import ANCHORS
-from tilewright.ir.evaluate import evaluate_nodes, evaluator
+from tilewright.ir.evaluate import evaluate_nodes
 from tilewright.ir.graph import Graph, Node
-from tilewright.ir.literal import Literal
-from tilewright.ir.ops import Call, Const, Input, Item, Write
+from tilewright.ir.ops import Const, Input, Write
 from tilewright.ir.pattern import Trace
-from tilewright.ir.state import caller_inputs, meets, span
+from tilewright.ir.state import caller_inputs, end_bytes, meets, span
 from tilewright.ir.types import TensorType
-from tilewright.progress import Progress
+from tilewright.processors import usable
 from tilewright.rules.calibrate import Layer
-from tilewright.runtime.arrays import Wanted, address, is_numpy, separate, to_user
-from tilewright.runtime.partition import Part, decided, parts_for
+from tilewright.runtime.arrays import Wanted, address, copy_over, is_numpy, separate, to_user
+from tilewright.runtime.chain import generated, in_chains, watched
 from tilewright.runtime.replay import Bound, OnDevice, results_last
-from tilewright.schedule.budget import SharedBudget
-from tilewright.schedule.candidate import Kernel, Runner
-from tilewright.schedule.measure import last_cache_bytes
-from tilewright.schedule.problem import AnyProblem, FusionProblem
-from tilewright.schedule.recipe import describe, recipe_of
-from tilewright.schedule.search import Decision
-from tilewright.schedule.tuning_database import TuningDatabase
-from tilewright.threads import limited, usable, with_torch
+from tilewright.runtime.steps import Step, compared_first, listed, why_alone, written_before_compared
+from tilewright.schedule.cost import least_us
+from tilewright.threads import limited, with_torch
 
 if TYPE_CHECKING:
-    from types import ModuleType
-
     from tilewright.ir.graph import Value
 
 
-PACKED_BPS = 0.5e9  # bytes of weights a second that are packed once kernels are chosen
-ALIGNED = 16  # bytes, as generated kernels take memory
-_COMPARED = "tilewright.as_traced.default"  # the call that ends another way than the traced one (frontends/torch/taken.py)
-
-SHOWN = 160  # characters of the inputs, and as many of the results, that a program's own line shows
-
 E = TypeVar("E", bound="Executable")
-Decide = Callable[[AnyProblem, Mapping[int, torch.Tensor]], Decision]
-Inner = Callable[[Graph], "Executable"]
-"""Compiles the graph of a region for the device of the program around it."""
-
-
-@dataclass(frozen=True, repr=False)
-class Step:
-    """One part of the program and what runs it.
-
-    Attributes:
-        name: where it stands in the source.
-        part: its nodes, inputs and outputs.
-        run: values of the part's inputs in, values of its outputs out.
-        decision: how the kernel was chosen; None for calls into the source's own library, and for writes to state.
-        releasable: inputs that `run` has no use for any more, being packed.
-        within: programs that it runs as the data says: a loop's condition and body, a conditional's branches.
-        runner: its kernel, prepared.
-    """
-
-    name: str
-    part: Part
-    run: Callable[[Sequence[Value]], Sequence[Value]]
-    decision: Decision | None
-    releasable: frozenset[Node] = frozenset()
-    within: tuple[Executable, ...] = ()
-    runner: Runner | None = None
-
-    def __repr__(self) -> str:
-        """One line: its name, what it computes, and what does that."""
-        by = "the source's own library" if self.decision is None else self.decision.kernel.candidate
-        what = self.part.kind if self.decision is None else str(self.decision.problem)
-        return f"<step {listed([self.name])!r}: {listed([what])} by {by}>"
 
 
 @dataclass(repr=False)
@@ -152,7 +105,8 @@ class Executable:
                 [slot[n] for n in step.part.inputs],
                 [slot[n] for n in step.part.outputs],
                 [s for s, at in last.items() if at == i and s not in kept],
-                "it runs in the source's own library" if step.decision is None and step.part.kind != "write" else None,
+                why_alone(step, self.target),
+                step.decision is None and step.part.kind != "write",
             )
             for i, step in enumerate(self.steps)
         ]
@@ -163,14 +117,11 @@ class Executable:
         count = len(self.graph.outputs) - len(self.graph.state)
         self._outputs = [slot[n] for n in (*self.graph.outputs[:count], *(new for new, _ in self._replaced()))]
         self._start: list[Value] = [None] * len(slot)
-        for node, value in self._ready.items():
-            self._start[slot[node]] = value
-        constants = (v for v in self._ready.values() if isinstance(v, torch.Tensor))
-        self.constant_memory: frozenset[int] = frozenset(map(address, constants))
-        self._slots = slot
+        for node, value in self._ready.items():  # tensors whose memory is others', but not their strides
+            self._start[slot[node]] = value.detach() if isinstance(value, torch.Tensor) else value
+        self._slots, self._state_is_given, self._changing = slot, False, threading.RLock()
         self._bind_state()
-        self._usable = usable()
-        self._foreign = any(s.decision is None or not s.decision.kernel.candidate.startswith("llvm") for s in self.steps)
+        self._usable, self._met = usable(), set[int]()
         self._launch()
 
     def _replaced(self) -> list[tuple[Node, Node]]:
@@ -181,24 +132,71 @@ class Executable:
 
     def _bind_state(self) -> None:
         """Take the memory of state that calls write to."""
-        self._copied = [cast("torch.Tensor", self._ready[old]) for _, old in self._replaced()]
-        self._copied_at = frozenset(map(address, self._copied))
+        self._kept = [self._held(n) for n in self.graph.inputs[len(self._inputs) :]]
+        self._copied = [self._held(old) for _, old in self._replaced()]
         risked = written_before_compared(self.steps) if self.graph.state else set[Node]()
-        self._at_risk = [cast("torch.Tensor", self._ready[n]) for n in risked if n in self._ready]
-        self._written = [span(t) for t in self.state.values()]
+        self._at_risk = [self._held(n) for n in risked if n in self._ready]
+
+    def _held(self, node: Node) -> torch.Tensor:
+        """The program's own tensor over the memory of a constant or of state."""
+        return cast("torch.Tensor", self._start[self._slots[node]])
 
     def _launch(self) -> None:
         """Choose how calls reach the device, from the first call on."""
         device, given = self.target.device, (self._program, self._start, self._inputs, self._outputs)
-        self._on_device = None if self.target.kind == "cpu" else OnDevice(device, *given, allowed=self.own_graphs)
+        on_cpu = self.target.kind == "cpu"
+        self._foreign = any(s.decision is None or not s.decision.kernel.candidate.startswith("llvm") for s in self.steps)
+        self._in_chains = on_cpu and all(generated(bound) is not None for bound in self._program)
+        made = {slot for bound in self._program for slot in bound.outputs}
+        apart = len(set(self._outputs)) == len(self._outputs) and made.issuperset(self._outputs)
+        self._makes_results = self._in_chains and apart and not self.graph.state
+        state = self._copied, self._kept
+        self._on_device = None if on_cpu else OnDevice(device, *given, *state, allowed=self.own_graphs, met=self._met)
         self._kernels = self.steps, self._program, self._on_device  # as one, so that a call takes all of one kind
+        self._locate()
+
+    def _locate(self) -> None:
+        """Note where constants lie, and state unless it was given.
+
+        Raises:
+            InputError: a step reads one of which somebody let go.
+        """
+        state = self.graph.inputs[len(self._inputs) :]
+        own = [n for n in self._ready if not (self._state_is_given and n in state)]
+        tensors = {n: t for n in own if isinstance(t := self._start[self._slots[n]], torch.Tensor) and not t.is_meta}
+        wanted = self._read().union(state)
+        read = {n: t for n, t in tensors.items() if n in wanted}
+        for node, t in read.items():
+            if t.untyped_storage().nbytes() < end_bytes(t):
+                what = f"its memory was let go of: {t.untyped_storage().nbytes():,} of {end_bytes(t):,} bytes are there"
+                raise InputError(what, where=self.graph.origin(node), hint="make its storage as large again, or compile again")
+        self._written = [span(tensors[n]) for n in state if n in tensors]
+        self.constant_memory: frozenset[int] = frozenset(map(address, tensors.values()))
+        moved = watched([*read.values()], self._program) if self.target.kind == "cpu" and read else None
+        # What tells whether that is still so; by threads the steps, and the chains of these that hold while it is.
+        self._placed: tuple[Callable[[], object] | None, dict[int, tuple[list[Bound], list[Bound]]]] = moved, {}
+
+    def _read(self) -> set[Node]:
+        """The nodes that steps read where they lie, and results."""
+        return {n for step in self.steps for n in step.part.inputs if n not in step.releasable} | set(self.graph.outputs)
 
     def swap(self, steps: tuple[Step, ...]) -> None:
         """Run by these steps from the next call on; calls under way end as they began. They are the steps that there are, with
         other kernels."""
-        self.steps = steps
-        self._program = [replace(b, run=s.run) for b, s in zip(self._program, steps, strict=True)]
-        self._launch()
+        with self._changing:
+            self.steps = steps
+            self._program = [replace(b, run=s.run) for b, s in zip(self._program, steps, strict=True)]
+            self._met = set()
+            self._launch()
+
+    def change(self, changed: Callable[[Step], Step]) -> None:
+        """Run what becomes of each step from the next call on; what other threads change meanwhile stays."""
+        with self._changing:
+            steps = tuple(map(changed, self.steps))
+            if any(new.run is not old.run for new, old in zip(steps, self.steps, strict=True)):
+                self.swap(steps)
+            else:
+                self.steps = steps
 
     def __deepcopy__(self, memo: dict[int, object]) -> Executable:
         """A copy with constants of its own.
@@ -210,14 +208,17 @@ class Executable:
             what = f"a program that writes to {', '.join(self.state)} cannot be copied"
             raise InputError(what, where=self.graph.name, hint="compile a copy of the module")
         made = memo[id(self)] = object.__new__(type(self))
+        memo.update({id(self._changing): threading.RLock(), id(self._met): set[int](), id(self._on_device): None})
         assert self.source  # read, if it was not yet
         made.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        made._launch()  # over the constants of the copy
         return made
 
     def __copy__(self) -> Executable:
         """Another look at the same program: constants and state are shared."""
         made = object.__new__(type(self))
-        made.__dict__.update(self.__dict__)
+        with self._changing:
+            made.__dict__.update(self.__dict__)
         return made
 
     def read_source(self, read: Callable[[], Graph]) -> None:
@@ -234,7 +235,8 @@ class Executable:
 
     def __reduce__(self) -> tuple[Callable[..., Executable], tuple[object, ...]]:
         """Pickle the program as the artefact that `save` writes; what is unpickled is trusted, as pickles are."""
-        from tilewright.runtime.artefact import artefact_of, unpickled
+        from tilewright.runtime.artefact.read import unpickled
+        from tilewright.runtime.artefact.write import artefact_of
 
         return unpickled, (artefact_of(self), type(self))
 
@@ -247,7 +249,7 @@ class Executable:
             InputError: the file cannot be written, or the program's weights were dropped and are needed.
             UnsupportedError: it holds a constant that is no tensor.
         """
-        from tilewright.runtime.artefact import save
+        from tilewright.runtime.artefact.write import save
 
         check_type(path, (str, PathLike), "path", '"model.twp"')
         save(self, Path(path))
@@ -263,9 +265,10 @@ class Executable:
         made._start = self._start.copy()
         for node, value in given.items():
             made._start[self._slots[node]] = value
+        made._state_is_given, made._written = True, []
         made._bind_state()
-        made._written = []
-        made._launch()
+        if made._on_device is not None:
+            made._launch()
         return made
 
     @property
@@ -318,13 +321,17 @@ class Executable:
             InputError: an input is missing, unknown, or of another shape or type.
         """
         values = self.bind(args, kwargs)
-        results = separate(self.run(values), map(address, values), self.constant_memory)
+        results = self.run_apart(values)
         plain = all(map(is_numpy, (*args, *kwargs.values()))) and bool(args or kwargs)
         shown = [to_user(r, n.tensor, plain) for r, n in zip(results, self.graph.outputs, strict=not self.graph.state)]
         return shown[0] if len(shown) == 1 else tuple(shown)
 
     def bind(self, args: Sequence[object], kwargs: Mapping[str, object]) -> list[torch.Tensor]:
-        """The user's arrays as tensors on the device, in input order, checked."""
+        """The user's arrays as tensors on the device, in input order, checked.
+
+        Raises:
+            InputError: an input is missing, unknown, or of another shape or type.
+        """
         if len(args) == len(self._wanted) and not kwargs and not self.graph.places:
             return [wanted.take(value) for wanted, value in zip(self._wanted, args, strict=True)]
         if not args and len(kwargs) == len(self._wanted) and all(wanted.name in kwargs for wanted in self._wanted):
@@ -365,15 +372,30 @@ class Executable:
 
         On a GPU, work is put on torch's current stream of the device, as torch's own operations are; the host does not wait.
         """
+        if self._in_chains and observe is None:  # which say how many threads, and record no gradients
+            return self._run(inputs, None)
         if self.target.kind == "cpu":
             count = torch.get_num_threads()
             if self._foreign and (self.threads or count) > 1:
-                with with_torch(self.threads):
+                with self.giving_way():
                     return self._run_alike(inputs, observe)
             if self.threads is not None or count > self._usable:
                 with limited(self.threads):
                     return self._run_alike(inputs, observe)
         return self._run_alike(inputs, observe)
+
+    def run_apart(self, inputs: Sequence[Value]) -> list[Value]:
+        """The results for values on the device, in memory that is neither an input's, a constant's nor another result's."""
+        before, given = self._makes_results, cast("Sequence[torch.Tensor]", inputs)
+        results = self.run(given)
+        if before and self._makes_results:  # the steps that ran, whether they were those before or after a swap
+            return results
+        return separate(results, [address(v) for v in inputs if isinstance(v, torch.Tensor)], self.constant_memory)
+
+    def giving_way(self) -> AbstractContextManager[None]:
+        """The context of a call, or of a step by itself: torch's threads give way to other programs, if it has a part in it."""
+        several = self.target.kind == "cpu" and self._foreign and (self.threads or torch.get_num_threads()) > 1
+        return with_torch(self.threads) if several else nullcontext()
 
     def _run_alike(self, inputs: Sequence[torch.Tensor], observe: Callable[[Step, list[Value]], None] | None) -> list[Value]:
         """Run the program, or the module itself on inputs that lead another way."""
@@ -397,6 +419,11 @@ class Executable:
 
     def _run(self, inputs: Sequence[torch.Tensor], observe: Callable[[Step, list[Value]], None] | None) -> list[Value]:
         """Run the program with its device the current one."""
+        moved, chains = self._placed
+        if moved is not None and moved():
+            with self._changing:
+                self._locate()
+                _, chains = self._placed
         if self._written:
             inputs = [t.clone() if meets(span(t), self._written) else t for t in inputs]
         steps, program, on_device = self._kernels
@@ -408,7 +435,7 @@ class Executable:
         for slot, tensor in zip(self._inputs, inputs, strict=True):
             values[slot] = tensor
         if observe is None:
-            for bound in program:
+            for bound in program if on_device is not None else self._chained(steps, program, chains):
                 bound(values)
         else:
             for step, bound in zip(steps, program, strict=True):
@@ -416,15 +443,36 @@ class Executable:
                 bound(values)
         return self._kept_from([values[s] for s in self._outputs])
 
+    def _chained(
+        self, steps: Sequence[Step], program: list[Bound], chains: dict[int, tuple[list[Bound], list[Bound]]]
+    ) -> list[Bound]:
+        """The program's steps in chains, made in the first call of these steps with so many threads."""
+        threads = self.threads or 0
+        found = chains.get(threads)
+        if found is None or found[0] is not program:
+            constants = self._start.copy()
+            for node in self.graph.inputs[len(self._inputs) :]:
+                constants[self._slots[node]] = None
+            found = chains[threads] = program, in_chains(program, constants, self._expected_us(steps), threads)
+        return found[1]
+
+    def _expected_us(self, steps: Sequence[Step]) -> list[float]:
+        """The times of steps in µs, by the cost model where none was measured; 0 of steps without a kernel."""
+        alone = max(self.target.cores, 1) / max(1, min(self.threads or torch.get_num_threads(), self.target.cores))
+        decisions = [step.decision for step in steps]
+        unknown = {id(d.problem): d.problem for d in decisions if d is not None and d.time_us is None}
+        least = {key: alone * least_us(problem, self.target) for key, problem in unknown.items()}
+        return [0.0 if d is None else least[id(d.problem)] if d.time_us is None else d.time_us for d in decisions]
+
     def _kept_from(self, results: list[Value]) -> list[Value]:
         """The caller's results, once the others have been copied over the state."""
-        if not self._copied:
+        count = len(self._outputs) - len(self._copied)
+        if len(results) == count:
             return results
         # A result or a new value that is what an array held is not to change with it.
-        apart = [r.clone() if isinstance(r, torch.Tensor) and address(r) in self._copied_at else r for r in results]
-        count = len(results) - len(self._copied)
-        for array, new in zip(self._copied, apart[count:], strict=True):
-            array.copy_(cast("torch.Tensor", new))
+        at = {*map(address, self._copied)}
+        apart = [r.clone() if isinstance(r, torch.Tensor) and address(r) in at else r for r in results]
+        copy_over(self._copied, cast("list[torch.Tensor]", apart[count:]))
         return apart[:count]
 
     @property
@@ -442,8 +490,7 @@ class Executable:
         Returns:
             int: bytes that this program no longer holds.
         """
-        read = {n for step in self.steps for n in step.part.inputs if n not in step.releasable} | set(self.graph.outputs)
-        dropped = 0
+        read, dropped = self._read(), 0
         for node in [n for n in self._ready if n not in read]:
             value = self._ready.pop(node)
             self._start[self._slots[node]] = None
@@ -454,319 +501,3 @@ class Executable:
                     node.op.data.drop()
         self._launch()  # graphs read what they were captured with
         return dropped
-
-
-def listed(items: Sequence[str]) -> str:
-    """Items by commas, in `SHOWN` characters or a few more: how many are left out, and "…" where one is cut."""
-    shown, length = list[str](), 0
-    for item in items:
-        length += len(item) + 2
-        if shown and length > SHOWN:
-            shown.append(f"… {len(items) - len(shown):,} more")
-            break
-        shown.append(visible(item if len(item) <= SHOWN else f"{item[: SHOWN - 1]}…"))
-    return ", ".join(shown)
-
-
-def prepare(
-    source: Graph,
-    graph: Graph,
-    target: Target,
-    trace: Trace,
-    decide: Decide,
-    inner: Inner | None = None,
-    *,
-    made: type[E],
-    first: Callable[[AnyProblem], float] | None = None,
-    parts: Sequence[Part] | None = None,
-    constants: Mapping[Literal, torch.Tensor] | None = None,
-    known: dict[Node, Value] | None = None,
-) -> E:
-    """Cut the graph into steps, evaluate what depends on constants alone, and choose a kernel for each gemm: for those problems
-    first of which `first` gives most. `inner` compiles the regions of loops and conditionals; without it the oracle runs
-    them. `made` is the kind of executable that is wanted, `parts` what the graph was cut into before, and `constants` has
-    values in place of literals' own. `known` has values that depend on constants alone, and is given those that are found."""
-    parts = parts_for(graph, target) if parts is None else parts
-    ready: dict[Node, Value] = {} if known is None else known
-    for node in graph.nodes():
-        if isinstance(node.op, Const) and node not in ready:
-            given = None if constants is None else constants.get(node.op.data)
-            ready[node] = (node.op.data.tensor() if given is None else given).detach().to(target.device)
-    held = graph.inputs[len(caller_inputs(graph)) :]
-    if len(held) != len(graph.state):
-        what = "what the program keeps from call to call is missing: a text holds none of it"
-        raise InputError(what, where=graph.name, hint="compile the module itself")
-    for node, kept in zip(held, graph.state, strict=True):
-        ready[node] = kept if kept.is_meta else kept.to(target.device)
-    for part in parts:
-        if part.once and not all(n in ready for n in part.outputs):
-            ready.update(zip(part.outputs, _evaluate_once(part, ready, target), strict=True))
-    posed = {part: Posed.of(part, ready) for part in parts if not part.once and decided(part)}
-    in_turn = posed.values() if first is None else sorted(posed.values(), key=lambda p: first(p.problem), reverse=True)
-    decisions = {p.part: decide(p.problem, p.weights) for p in in_turn}
-    steps: list[Step] = []
-    for part in parts:
-        if part in posed:
-            steps.append(kernel_step(graph, posed[part], ready, decisions[part]))
-        elif not part.once:
-            steps.append(library_step(graph, part, target, inner))
-    used = {n for step in steps for n in step.part.inputs} | set(graph.outputs) | set(graph.inputs)
-    return made(source, graph, target, tuple(steps), trace, {n: v for n, v in ready.items() if n in used})
-
-
-def _evaluate_once(part: Part, ready: Mapping[Node, Value], target: Target) -> list[Value]:
-    bound = {n: _moved(ready[n], "cpu") for n in part.inputs}
-    return [_moved(v, target.device) for v in evaluate_nodes(part.outputs, bound)]
-
-
-def chooser(
-    graph: Graph,
-    target: Target,
-    budget: float | Budget,
-    progress: Progress | None = None,
-    database: TuningDatabase | None = None,
-    parts: Sequence[Part] | None = None,
-) -> SharedBudget:
-    """The choice of kernels for a graph's problems, which share a budget, or so many seconds from now on (`SharedBudget`), less
-    what packing its weights will take. `parts` is what the graph was cut into before."""
-    budget = budget if isinstance(budget, Budget) else Budget(budget)
-    parts = [p for p in (parts_for(graph, target) if parts is None else parts) if decided(p)]
-    size = weights_bytes(parts)
-    problems, cold = Counter(p.posed[0] for p in parts), size > last_cache_bytes(target)
-    rest = budget.part(max(0.0, budget.left_s() - size / PACKED_BPS))
-    return SharedBudget(problems, target, rest, cold=cold, progress=progress, database=database)
-
-
-def weights_bytes(parts: Sequence[Part]) -> int:
-    """The bytes of constants that parts for which kernels are chosen read."""
-    weights = {n for p in parts if decided(p) for n in p.inputs if n.constant}
-    return sum(n.tensor.size_bytes for n in weights if isinstance(n.type, TensorType))
-
-
-@dataclass(frozen=True)
-class Posed:
-    """The problem that a part poses: its sources in order, and by source index the values of those that are constant and at
-    hand."""
-
-    part: Part
-    problem: AnyProblem
-    sources: tuple[Node, ...]
-    weights: Mapping[int, torch.Tensor]
-
-    @classmethod
-    def of(cls, part: Part, ready: Mapping[Node, Value]) -> Posed:
-        problem, sources = part.posed
-        held = {i: ready.get(s) for i, s in enumerate(sources) if s.constant}
-        return cls(part, problem, sources, {i: cast("torch.Tensor", v) for i, v in held.items() if v is not None})
-
-
-def kernel_step(graph: Graph, posed: Posed, ready: Mapping[Node, Value], decision: Decision) -> Step:
-    """The step of a part for which a kernel was chosen, prepared with its weights."""
-    part, problem, sources, weights = posed.part, posed.problem, posed.sources, posed.weights
-    name = _name(graph, part)
-    order = [part.inputs.index(s) for s in sources]
-    if isinstance(problem, FusionProblem):
-        picked = list(range(len(part.outputs)))
-        placed = any(problem.destinations)
-        runner = bind_outputs(problem, part, decision.kernel, weights, ready) if placed else decision.kernel.prepare(weights)
-        arrays = {i: part.inputs.index(n.src[0]) for i, n in enumerate(part.outputs) if _is_given(n, ready)}
-        if arrays:
-            return Step(name, part, _into_given(problem, runner, order, arrays), decision, runner=runner)
-    else:
-        runner = decision.kernel.prepare(weights)
-        picked = [n.op.index if isinstance(n.op, Item) else 0 for n in part.outputs]
-    as_given = order == list(range(len(part.inputs))) and picked == list(range(len(problem.outputs)))
-
-    def run(values: Sequence[Value]) -> Sequence[Value]:
-        try:
-            if as_given:
-                return runner(cast("Sequence[torch.Tensor]", values))
-            results = runner([cast("torch.Tensor", values[i]) for i in order])
-        except TypeMismatchError as error:  # an operation that fails for these values: an index out of range
-            raise TypeMismatchError(error.what, where=name, hint=error.hint) from error
-        return [results[i] for i in picked]
-
-    releasable = frozenset(sources[i] for i in decision.kernel.releasable)
-    releasable -= {s for i, s in enumerate(sources) if i not in decision.kernel.releasable}
-    return Step(name, part, run, decision, releasable, runner=runner)
-
-
-def library_step(graph: Graph, part: Part, target: Target, inner: Inner | None) -> Step:
-    """A step that no kernels compete for: a call into the source's own library, or a write at positions that are data."""
-    if part.kind == "write":
-        name = graph.origin(part.nodes[0])
-        return Step(name, part, written(part, name), None)
-    return _call_step(graph, part, target, inner)
-
-
-def _name(graph: Graph, part: Part) -> str:
-    """The source's name of a step: of its gemm, or of the results of one that was joined from several; of a fusion's last
-    result."""
-    node = part.nodes[0]
-    if not isinstance(node.op, ANCHORS):
-        return graph.origin(part.outputs[-1])
-    if node in graph.origins:
-        return graph.origins[node]
-    return ", ".join(dict.fromkeys(graph.origins[n] for n in part.outputs if n in graph.origins)) or node.op.name
-
-
-def _call_step(graph: Graph, part: Part, target: Target, inner: Inner | None) -> Step:
-    """Opaque calls: torch's operators run where the program does, other libraries on the CPU, their values being moved."""
-    name = graph.origin(part.outputs[-1])
-    if inner is not None and target.kind == "cpu":
-        found = with_regions(part, inner)
-        if found is not None:
-            return Step(name, part, found[0], None, within=found[1])
-    evaluate = evaluator(part.outputs, part.inputs, graph.origin)
-    there = all(n.op.library == "torch" for n in part.nodes if isinstance(n.op, Call))
-
-    def run(values: Sequence[Value]) -> Sequence[Value]:
-        if target.kind == "cpu":
-            return evaluate(values)
-        if there:
-            try:
-                with torch.device(target.device):
-                    return [_moved(v, target.device) for v in evaluate(values)]
-            except TypeMismatchError as error:
-                if not isinstance(error.__cause__, NotImplementedError):  # torch has no kernel for these types there
-                    raise
-        return [_moved(v, target.device) for v in evaluate([_moved(v, "cpu") for v in values])]
-
-    return Step(name, part, run, None)
-
-
-def graphs_of(op: Call) -> Sequence[Graph]:
-    """Graphs of the regions that a call runs as the data says; of most calls none."""
-    regions = getattr(op.reader(), "regions", None)
-    return regions(op) if regions is not None else ()
-
-
-def with_regions(
-    part: Part, inner: Inner
-) -> tuple[Callable[[Sequence[Value]], Sequence[Value]], tuple[Executable, ...]] | None:
-    """Runner of a call, and the programs of its regions; None for a call that has none."""
-    calls = [n for n in part.nodes if isinstance(n.op, Call)]
-    if len(calls) != 1 or not all(n is calls[0] or _result_of(n, calls[0]) for n in part.outputs):
-        return None
-    op, sources = cast("Call", calls[0].op), calls[0].src
-    graphs = graphs_of(op)
-    if not graphs:
-        return None
-    library = cast("ModuleType", op.reader())
-    programs = tuple(inner(g) for g in graphs)
-    order = [part.inputs.index(s) for s in sources]
-    picked = [n.op.index if isinstance(n.op, Item) else 0 for n in part.outputs]
-    constants = frozenset[int]().union(*(p.constant_memory for p in programs))  # which a result must not be
-
-    def run(values: Sequence[Value]) -> Sequence[Value]:
-        given = [cast("torch.Tensor", values[i]) for i in order]
-        results = separate(library.run_regions(op, given, [p.run for p in programs]), (), constants)
-        return [results[i] for i in picked]
-
-    return run, programs
-
-
-def _result_of(node: Node, call: Node) -> bool:
-    return isinstance(node.op, Item) and node.src[0] is call
-
-
-def _moved(value: Value, device: str) -> Value:
-    if isinstance(value, tuple):
-        return tuple(_moved(v, device) for v in cast("tuple[Value, ...]", value))
-    return value.to(device) if isinstance(value, torch.Tensor) else value
-
-
-def _is_given(node: Node, ready: Mapping[Node, Value]) -> bool:
-    """Tell whether a node writes to memory that a program is given later (`Executable.with_state`)."""
-    array = ready.get(node.src[0]) if isinstance(node.op, Write) else None
-    return isinstance(array, torch.Tensor) and array.is_meta
-
-
-def _into_given(
-    problem: FusionProblem, runner: Runner, order: Sequence[int], arrays: Mapping[int, int]
-) -> Callable[[Sequence[Value]], Sequence[Value]]:
-    """Runner of a fusion of which some results are copied to where they belong in arrays that are among its inputs, by result
-    and input."""
-
-    def run(values: Sequence[Value]) -> Sequence[Value]:
-        results: list[Value] = list(runner([cast("torch.Tensor", values[i]) for i in order]))
-        for i, given in arrays.items():
-            at, array, made = problem.destinations[i], cast("torch.Tensor", values[given]), cast("torch.Tensor", results[i])
-            assert at is not None
-            array.narrow(at.axis, at.start, made.shape[at.axis]).copy_(made)
-            results[i] = array
-        return results
-
-    return run
-
-
-def bind_outputs(
-    problem: FusionProblem, part: Part, kernel: Kernel, weights: Mapping[int, torch.Tensor], ready: Mapping[Node, Value]
-) -> Runner:
-    """A fusion's kernel with those results that are writes to state: it writes them there, or they are copied."""
-    arrays = {i: cast("torch.Tensor", ready[n.src[0]]) for i, n in enumerate(part.outputs) if isinstance(n.op, Write)}
-    if any(a.is_meta for a in arrays.values()):
-        return kernel.prepare(weights)
-    if kernel.place is not None and all(a.is_contiguous() and a.data_ptr() % ALIGNED == 0 for a in arrays.values()):
-        return kernel.place(weights, arrays)
-    run = kernel.prepare(weights)
-
-    def copied(sources: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-        results = list(run(sources))
-        for i, array in arrays.items():
-            at = problem.destinations[i]
-            assert at is not None
-            array.narrow(at.axis, at.start, results[i].shape[at.axis]).copy_(results[i])
-            results[i] = array
-        return results
-
-    return describe(copied, lambda parts: recipe_of(run, parts))
-
-
-def written(part: Part, name: str) -> Callable[[Sequence[Value]], Sequence[Value]]:
-    """A write that is a step by itself, as its positions are data: values of the part's inputs in, the array out.
-
-    Raises:
-        TypeMismatchError: when it runs, on a CPU: a position is out of range.
-    """
-    (node,) = part.nodes
-    assert isinstance(node.op, Write)
-    x, positions, y = (part.inputs.index(s) for s in node.src)
-    axis = node.op.axis
-
-    def run(values: Sequence[Value]) -> Sequence[Value]:
-        array, at, new = (cast("torch.Tensor", values[i]) for i in (x, positions, y))
-        try:
-            array[(slice(None),) * axis + (at.to(torch.int64),)] = new
-        except IndexError as error:
-            raise TypeMismatchError(f"write: {error}", where=name) from error
-        return [array]
-
-    return run
-
-
-def compared_first(steps: Sequence[Step]) -> tuple[Step, ...]:
-    """The steps with those ahead that comparisons with the traced way need: a call that ends there wrote nothing yet."""
-    needed: set[Node] = set()
-    ahead: set[int] = set()
-    for i, step in reversed([*enumerate(steps)]):
-        if _compares(step) or needed.intersection(step.part.outputs):
-            ahead.add(i)
-            needed.update(step.part.inputs)
-    return tuple(steps[i] for i in sorted(range(len(steps)), key=lambda i: i not in ahead))
-
-
-def written_before_compared(steps: Sequence[Step]) -> set[Node]:
-    """The states written to by steps that a comparison follows, as its outcome depends on them."""
-    last = max((i for i, step in enumerate(steps) if _compares(step)), default=0)
-    writes = [n for step in steps[:last] for n in step.part.nodes if isinstance(n.op, Write)]
-    roots: set[Node] = set()
-    for node in writes:
-        while isinstance(node.op, Write):
-            node = node.src[0]
-        roots.add(node)
-    return roots
-
-
-def _compares(step: Step) -> bool:
-    return any(isinstance(n.op, Call) and n.op.target == _COMPARED for n in step.part.nodes)
