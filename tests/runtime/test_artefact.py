@@ -26,8 +26,10 @@ from tilewright.candidates.llvm.runtime import engine, image
 from tilewright.errors import InputError, TilewrightError, UnsupportedError
 from tilewright.frontends import LoadOptions, load
 from tilewright.hardware.detect import detect
+from tilewright.ir.artefact import Container
 from tilewright.program import Program
-from tilewright.runtime import artefact
+from tilewright.runtime.artefact import read, write
+from tilewright.runtime.artefact.format import Whole, machine_of
 from tilewright.runtime.executable import Executable
 from tilewright.schedule.recipe import Prepared, described
 
@@ -54,7 +56,7 @@ def folder(tmp_path, monkeypatch):
 def once(name: str) -> tuple[bytes, tuple[torch.Tensor, ...], torch.Tensor]:
     """The bytes of a saved program, signed with the key, its inputs, and what it gives for them as it was saved."""
     program, inputs = PROGRAMS[name]()
-    return artefact.artefact_of(program), inputs, program(*inputs)
+    return write.artefact_of(program), inputs, program(*inputs)
 
 
 def saved(tmp_path: Path, name: str = "f32") -> tuple[Path, tuple[torch.Tensor, ...], torch.Tensor]:
@@ -123,7 +125,7 @@ def test_a_split_gemm_has_the_kernels_of_its_pieces(tmp_path):
     from tilewright.candidates import split
     from tilewright.compiler import optimise
     from tilewright.ir.pattern import Trace
-    from tilewright.runtime.executable import prepare
+    from tilewright.runtime.prepare import prepare
     from tilewright.schedule.candidate import plan_for
     from tilewright.schedule.search import Decision, search
 
@@ -153,7 +155,7 @@ class Regrouped(torch.nn.Module):
 def test_an_operand_that_torch_evaluates_first_is_saved_as_text(tmp_path):
     program, inputs = compiled(Regrouped(), torch.randn(6, 20), torch.randn(10, 5))
     program.save(tmp_path / "p.twp")
-    (step,) = artefact.Container(tmp_path / "p.twp").decoded(artefact.Whole).program.steps
+    (step,) = Container(tmp_path / "p.twp").decoded(Whole).program.steps
     assert step.chosen is not None and isinstance(step.chosen.recipe, Prepared) and "transpose" in step.chosen.recipe.left
     assert torch.equal(program(*inputs), tilewright.load_program(tmp_path / "p.twp")(*inputs))
 
@@ -172,7 +174,7 @@ def test_a_loop_has_the_programs_of_its_regions(tmp_path, monkeypatch):
     again = tilewright.load_program(tmp_path / "p.twp")
     assert torch.equal(program(*inputs), again(*inputs))
     assert [len(s.within) for s in again.steps] == [len(s.within) for s in program.steps] and again.steps[-1].within
-    monkeypatch.setattr(artefact, "_made_by", lambda: "abc")
+    monkeypatch.setattr(read, "made_by", lambda: "abc")
     compiled_again = tilewright.load_program(tmp_path / "p.twp", budget_s=0)
     assert [len(s.within) for s in compiled_again.steps] == [len(s.within) for s in program.steps]
     torch.testing.assert_close(compiled_again(*inputs), program(*inputs), rtol=1e-3, atol=1e-3)
@@ -253,6 +255,37 @@ def test_code_that_another_key_signed_is_refused(tmp_path):
     assert torch.equal(pickle.loads(pickle.dumps(tilewright.load_program(path, trust=True)))(*inputs), wanted)
 
 
+@pytest.mark.parametrize(
+    "signature", ["", "0", "é" * 64, "0" * 64, "0" * 10_000], ids=["none", "short", "other", "wrong", "long"]
+)
+def test_what_is_no_signature_is_refused(tmp_path, signature):
+    path, _, _ = saved(tmp_path)
+    content = path.read_bytes()
+    (size,) = struct.unpack_from("<Q", content)
+    header = json.loads(content[8 : 8 + size])
+    header["__metadata__"]["signature"] = signature
+    text = json.dumps(header, ensure_ascii=False).encode()
+    path.write_bytes(struct.pack("<Q", len(text)) + text + content[8 + size :])
+    with pytest.raises(InputError, match=r"not signed by this user's key"):
+        tilewright.load_program(path)
+
+
+def test_a_program_is_saved_whole_while_calls_write_its_state(tmp_path, monkeypatch):
+    program, inputs = PROGRAMS["state"]()
+    real = write.write_tensors_to
+
+    def later(*args):
+        program(*inputs)
+        return real(*args)
+
+    monkeypatch.setattr(write, "write_tensors_to", later)
+    before = {name: t.clone() for name, t in program.state.items()}
+    program.save(tmp_path / "p.twp")
+    again = tilewright.load_program(tmp_path / "p.twp")
+    assert all(torch.equal(t, before[name]) for name, t in again.state.items())
+    assert not all(torch.equal(t, before[name]) for name, t in program.state.items())
+
+
 def test_where_no_key_can_be_kept_programs_are_not_signed(tmp_path, monkeypatch, caplog):
     monkeypatch.setenv("TILEWRIGHT_CACHE", str(tmp_path / "file" / "cache"))
     (tmp_path / "file").write_text("")
@@ -268,8 +301,8 @@ def test_where_no_key_can_be_kept_programs_are_not_signed(tmp_path, monkeypatch,
 
 def code_of(path: Path) -> str:
     """The name of an array of machine code."""
-    container = artefact.Container(path)
-    return next(iter(container.decoded(artefact.Whole).code.values()))
+    container = Container(path)
+    return next(iter(container.decoded(Whole).code.values()))
 
 
 def test_changed_code_with_right_digests_is_refused(tmp_path):
@@ -312,8 +345,8 @@ def test_a_type_that_is_none_is_an_error(tmp_path):
 
 def test_a_changed_byte_is_an_error_even_of_a_trusted_file(tmp_path):
     path, _, _ = saved(tmp_path)
-    container = artefact.Container(path)
-    whole = container.decoded(artefact.Whole)
+    container = Container(path)
+    whole = container.decoded(Whole)
     content = path.read_bytes()
     start = 8 + int.from_bytes(content[:8], "little")
     header = json.loads(content[8:start])
@@ -328,14 +361,14 @@ def test_a_changed_byte_is_an_error_even_of_a_trusted_file(tmp_path):
 def check_changed(path: Path, inputs: tuple[torch.Tensor, ...], wanted: torch.Tensor, seeds: range) -> int:
     """Read changed files; the number of those that were errors. The others must give the same bits with the same code."""
     content, errors = path.read_bytes(), 0
-    code = artefact.Container(path).decoded(artefact.Whole).code.keys()
+    code = Container(path).decoded(Whole).code.keys()
     other = path.with_name("changed.twp")
     for seed in seeds:
         other.write_bytes(changed(content, seed))
         try:
             program = tilewright.load_program(other, trust=bool(seed % 2), budget_s=0)
             assert torch.equal(program(*inputs), wanted), seed
-            assert artefact.Container(other).decoded(artefact.Whole).code.keys() == code
+            assert Container(other).decoded(Whole).code.keys() == code
         except TilewrightError:
             errors += 1
     return errors
@@ -356,14 +389,18 @@ def test_a_thousand_changed_files_are_errors_or_give_the_same(tmp_path, name):
 def test_other_files_are_told_what_they_are(tmp_path):
     for content, words in (
         (b"", "no safetensors file"),
-        (b"\x80\x02abcdefgh", "torch.save"),
+        (b"\x80\x02abcdefgh", "no saved program: a pickle is no safetensors file"),
+        (
+            b"PK\x03\x04" + bytes(40),
+            r"(?s)no saved program: a zip archive .*x\.twp\)\n  try: `tilewright compile FILE -o F\.twp`",
+        ),
         (struct.pack("<Q", 2) + b"{}", "no saved program"),
     ):
         path = tmp_path / "x.twp"
         path.write_bytes(content)
-        for read in (tilewright.load_program, tilewright.load):
+        for reads in (tilewright.load_program, tilewright.load):
             with pytest.raises(InputError, match=words):
-                read(path)
+                reads(path)
     with pytest.raises(InputError, match="No such file"):
         tilewright.load_program(tmp_path / "none.twp")
     with pytest.raises(InputError, match="an argument of type int"):
@@ -385,8 +422,8 @@ def warned(caplog) -> str:
 
 def test_on_another_chip_it_says_so_and_is_compiled(tmp_path, monkeypatch, caplog):
     path, inputs, wanted = saved(tmp_path)
-    here = artefact._machine(detect("cpu"))
-    monkeypatch.setattr(artefact, "_machine", lambda _: replace(here, chip="x86_64_other", name="Another"))
+    here = machine_of(detect("cpu"))
+    monkeypatch.setattr(read, "machine_of", lambda _: replace(here, chip="x86_64_other", name="Another"))
     again = tilewright.load_program(path, budget_s=0)
     assert "is compiled again from its graph: it is for" in warned(caplog) and "x86_64_other" in warned(caplog)
     torch.testing.assert_close(again(*inputs), wanted, rtol=1e-4, atol=1e-5)
@@ -398,12 +435,12 @@ def test_on_another_chip_it_says_so_and_is_compiled(tmp_path, monkeypatch, caplo
 @pytest.mark.parametrize("why", ["features", "version", "memory"])
 def test_what_does_not_fit_here_is_compiled(tmp_path, monkeypatch, caplog, why):
     path, inputs, wanted = saved(tmp_path)
-    here = artefact._machine(detect("cpu"))
+    here = machine_of(detect("cpu"))
     if why == "features":
-        monkeypatch.setattr(artefact, "_machine", lambda _: replace(here, features=here.features[1:]))
+        monkeypatch.setattr(read, "machine_of", lambda _: replace(here, features=here.features[1:]))
         words = "for a processor with"
     elif why == "version":
-        monkeypatch.setattr(artefact, "_made_by", lambda: "abc")
+        monkeypatch.setattr(read, "made_by", lambda: "abc")
         words = "another version of Tilewright"
     else:
         monkeypatch.setattr(image, "_mprotect", lambda: lambda *_: -1)
@@ -425,12 +462,12 @@ def test_another_version_may_write_its_steps_in_another_way(tmp_path, caplog):
 def test_a_stranger_may_not_call_what_it_likes_from_another_chip(tmp_path, monkeypatch):
     program, _ = compiled(Sorted(), torch.randn(4, 16))
     path = tmp_path / "p.twp"
-    monkeypatch.setattr(artefact, "print_with_literals", lambda *a, real=artefact.print_with_literals: _renamed(*real(*a)))
+    monkeypatch.setattr(write, "print_with_literals", lambda *a, real=write.print_with_literals: _renamed(*real(*a)))
     program.save(path)
     monkeypatch.undo()
     monkeypatch.setenv("TILEWRIGHT_CACHE", str(tmp_path / "another"))
-    here = artefact._machine(detect("cpu"))
-    monkeypatch.setattr(artefact, "_machine", lambda _: replace(here, chip="x86_64_other"))
+    here = machine_of(detect("cpu"))
+    monkeypatch.setattr(read, "machine_of", lambda _: replace(here, chip="x86_64_other"))
     with pytest.raises(InputError, match="allow-calls"):
         tilewright.load_program(path, budget_s=0)
     with pytest.raises(InputError, match="allow-calls"):
@@ -504,7 +541,7 @@ def test_the_number_of_threads_is_kept_within_what_the_machine_has(tmp_path, mon
     program = tilewright.compile(module, example_inputs=(x,), budget_s=0, threads=3)
     program.save(tmp_path / "p.twp")
     for there, given, wanted in ((8, None, 3), (2, None, 2), (2, 5, 5)):
-        monkeypatch.setattr(artefact, "usable", lambda there=there: there)
+        monkeypatch.setattr(read, "usable", lambda there=there: there)
         again = tilewright.load_program(tmp_path / "p.twp", threads=given)
         assert again.threads == wanted and torch.equal(again(x), program(x))
     assert pickle.loads(pickle.dumps(program)).threads == 2

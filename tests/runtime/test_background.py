@@ -3,14 +3,13 @@
 import copy
 import logging
 import os
-import subprocess
-import sys
 import threading
 import weakref
 from dataclasses import replace
 
 import pytest
 import torch
+import warm
 
 from tilewright import compiler
 from tilewright.dtype import F32
@@ -106,6 +105,47 @@ def test_a_call_runs_wholly_with_the_kernels_that_it_began_with(program):
     go.set()
     caller.join(PATIENCE_S)
     assert order == [("old", 0), ("new", 0), ("new", 1), ("new", 2), ("old", 1), ("old", 2)]
+
+
+class Heaviest(Planted):
+    """A chooser that measures the heaviest problem alone."""
+
+    def __call__(self, problem, weights):
+        return replace(super().__call__(problem, weights), measured=problem.N == 9)
+
+
+def test_a_step_that_changes_while_others_are_packed_stays_changed(program, monkeypatch):
+    real = background.kernel_step
+
+    def packed(*args):
+        program.change(lambda s: replace(s, name="changed", run=lambda v: s.run(v)) if s is program.steps[0] else s)
+        return real(*args)
+
+    monkeypatch.setattr(background, "kernel_step", packed)
+    program.search_on(lambda: Heaviest([]))
+    assert program.wait(PATIENCE_S)
+    assert [s.name == "changed" for s in program.steps] == [True, False, False]
+    assert program.steps[1].decision.kernel.candidate == "planted 9.0"
+
+
+def test_no_time_is_noted_of_a_kernel_that_a_step_has_no_more(program, monkeypatch):
+    own, other = program.steps[1].decision, planted(program.steps[1].decision.problem, 2.0)
+    real = background._same
+
+    def same(a, b):
+        answer = real(a, b)
+        if program.steps[1].decision is own:  # given up by now
+            program.change(lambda s: replace(s, decision=other, run=other.kernel.prepare({})) if s.decision is own else s)
+        return answer
+
+    class Timed(Heaviest):
+        def __call__(self, problem, weights):
+            return replace(own if problem.N == 9 else super().__call__(problem, weights), measured=problem.N == 9, time_us=1.0)
+
+    monkeypatch.setattr(background, "_same", same)
+    program.search_on(lambda: Timed([]))
+    assert program.wait(PATIENCE_S)
+    assert program.steps[1].decision is other
 
 
 def test_what_was_not_measured_replaces_nothing_and_the_same_kernel_runs_on(program):
@@ -208,6 +248,25 @@ print("up", flush=True)
 def test_the_search_ends_with_the_process(tmp_path):
     """A real process, that ends while its search is under way: it leaves nobody behind."""
     env = {**os.environ, "TILEWRIGHT_CACHE": str(tmp_path / "cache")}
-    done = subprocess.run([sys.executable, "-c", SCRIPT], env=env, capture_output=True, text=True, timeout=120, check=False)
+    done = warm.run(["-c", SCRIPT], env, timeout=120)
     assert (done.returncode, done.stdout) == (0, "up\n"), done.stderr
     assert "Traceback" not in done.stderr and "failed" not in done.stderr, done.stderr
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no forks")
+def test_a_fork_works_behind_its_own_calls():
+    """The thread of the process that it came from is not there, though that had work left."""
+    held = threading.Event()
+    background.behind(held.wait)
+    read, write = os.pipe()
+    child = os.fork()
+    if child == 0:
+        background.behind(lambda: os.write(write, b"done"))
+        background.wait_behind()
+        os._exit(0)
+    held.set()
+    os.waitpid(child, 0)
+    os.close(write)
+    assert os.read(read, 4) == b"done"
+    os.close(read)
+    background.wait_behind()

@@ -205,7 +205,7 @@ def test_broken_files_are_refused(tmp_path, header, message):
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(st.tuples(st.integers(0, 2**16), st.integers(0, 255)), min_size=1, max_size=4), st.integers(0, 2**16))
 def test_mutants_are_read_or_refused(tmp_path, changes, cut):
-    """Whatever stands in a file, its tensors are read, or a typed error says why not."""
+    """Tensors of a file are read, whatever stands in it, or a typed error says why not."""
     save_file({n: t for n, t in layers().items() if n.startswith(("a.", "c."))}, tmp_path / "m.safetensors")
     content = bytearray((tmp_path / "m.safetensors").read_bytes())
     for at, value in changes:
@@ -231,10 +231,9 @@ def test_files_of_other_formats_are_called_what_they_are(tmp_path):
     with pytest.raises(InputError, match=r"no \.safetensors file in .*\n  try: m.pt is of another format: write its tensors"):
         tilewright.read_checkpoint(tmp_path)
     torch.save({"a": torch.zeros(3)}, tmp_path / "old.pt", _use_new_zipfile_serialization=False)
-    for name in ("m.pt", "old.pt"):
-        with pytest.raises(
-            InputError, match=r"(?s)a file of torch.save is no safetensors file .*try: safetensors.torch.save_file"
-        ):
+    for name, kind in (("m.pt", "zip archive"), ("old.pt", "pickle")):
+        words = rf"(?s)a {kind} is no safetensors file .*try: if torch.save wrote it: safetensors.torch.save_file"
+        with pytest.raises(InputError, match=words):
             tilewright.read_checkpoint(tmp_path / name)
     (tmp_path / "gguf.safetensors").write_bytes(b"GGUF" + bytes(99))
     with pytest.raises(InputError, match=r"(?s)a GGUF file is no safetensors file.*try: a name that ends in .gguf"):
@@ -297,7 +296,7 @@ def test_onnx_products_with_packed_weights(bits, zeros):
 
 @pytest.mark.parametrize("block", [16, 0])
 def test_onnx_weights_that_are_dequantised(block):
-    """In blocks along K [K, N], or by column."""
+    """They have scales by blocks along K [K, N], or by column."""
     rng = np.random.default_rng(0)
     codes = rng.integers(-128, 128, (64, 5)).astype(np.int8)
     scales = rng.random((4, 5) if block else 5).astype(np.float32)
@@ -328,7 +327,9 @@ def test_weights_of_a_program_that_leaves_extents_open(tmp_path):
         [numpy_helper.from_array(codes, "w"), numpy_helper.from_array(np.ones(5, np.float32), "s")],
     )
     model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)])
-    with pytest.raises(InputError, match=r"axis 0 \('rows'\) has no size.*\n.* with numbers for names \(input_dims=…\)"):
+    with pytest.raises(
+        InputError, match=r"axis 0 \('rows'\) has no size.*\n  try: --input-dim @x 1 64 \(or other sizes; input_dims=…\)"
+    ):
         tilewright.weights_of(model)
     assert list(tilewright.weights_of(model, LoadOptions(batch=1))) == ["w"]
 

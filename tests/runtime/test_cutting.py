@@ -20,7 +20,7 @@ IDS = input_("i", S32, (12, 40))
 
 
 def by_blocks(x):
-    """What no row kernel does."""
+    """Quantise by blocks, which no row kernel does."""
     return convert(Node(Quantize(S8, (1, 8)), x, map_("abs", input_("s", F32, (12, 5)))), F32)
 
 

@@ -18,6 +18,7 @@ import onnx
 import pytest
 import torch
 from cli_programs import install_ceilings, invoke
+from in_threads import in_threads
 from onnx import TensorProto, helper, numpy_helper
 
 import tilewright
@@ -31,8 +32,10 @@ from tilewright.ir import evaluate
 from tilewright.ir.artefact import Container
 from tilewright.program import Program
 from tilewright.rules import calibrate
-from tilewright.runtime import artefact, programs
-from tilewright.schedule import key, tuning_database
+from tilewright.runtime import programs
+from tilewright.runtime.artefact import write
+from tilewright.schedule import cache as schedule_cache
+from tilewright.schedule import key
 
 pytestmark = [
     pytest.mark.skipif(engine.available() is not None, reason="no kernels for this processor"),
@@ -47,8 +50,8 @@ def cache(tmp_path, monkeypatch):
     folder = tmp_path / "cache"
     monkeypatch.setenv("TILEWRIGHT_CACHE", str(folder))
     monkeypatch.delenv("TILEWRIGHT_RECHECK", raising=False)
-    for name in ("compiler", "runtime.programs", "runtime.artefact"):
-        monkeypatch.setattr(f"tilewright.{name}.user_cache", tuning_database.user_cache)
+    for name in ("compiler", "runtime.programs", "runtime.artefact.read"):
+        monkeypatch.setattr(f"tilewright.{name}.user_cache", schedule_cache.user_cache)
     monkeypatch.setattr(programs, "LEAST_BYTES", 0)
     install_ceilings(monkeypatch)
     return folder / "programs"
@@ -110,6 +113,18 @@ def test_a_second_compile_reads_the_program_back(tmp_path, cache, reads):
     assert torch.equal(tilewright.load_program(tmp_path / "m.twp")(X), first(X))
 
 
+@pytest.mark.parametrize("half", [None, "bf16"])
+def test_the_command_line_and_python_take_each_others_programs(tmp_path, reads, half):
+    one, other = model(tmp_path / "a" / "m.onnx"), model(tmp_path / "b" / "n.onnx", seed=1)
+    options = ("--batch", M, "--budget", "0", *(["--" + half] if half else []))
+    assert invoke("explain", one, *options).exit_code == 0
+    compiled(other, half=half)
+    assert len(reads) == 2
+    compiled(one, half=half)
+    assert invoke("explain", other, *options).exit_code == 0
+    assert len(reads) == 2
+
+
 def test_what_is_kept_has_no_weights_twice(tmp_path, cache):
     path = model(tmp_path / "m" / "m.onnx")
     compiled(path)
@@ -147,12 +162,13 @@ def test_a_quantised_program_is_kept_with_what_it_lost(tmp_path, cache, options,
     explained = "explain", path, "--batch", M, "--budget", "0", "--json", *options
     from_kept = invoke(*explained).stdout
     monkeypatch.setenv(programs.LIMIT, "0")
-    assert from_kept == invoke(*explained).stdout and json.loads(from_kept)["products"]
+    assert alike(from_kept) == alike(invoke(*explained).stdout) and json.loads(from_kept)["products"]
 
 
 def alike(text: str) -> object:
     """A report without times."""
-    times = ("time_us", "total_us", "peak_fraction", "noise")
+    times = {"time_us", "total_us", "least_us", "median_us", "most_us", "share", "peak_fraction", "noise", "when", "rest"}
+    times |= {"low_us", "high_us", "total_low_us", "total_high_us", "steps_us", "in_place_us", "limits_noise"}
 
     def without(x: object) -> object:
         if isinstance(x, dict):
@@ -199,7 +215,7 @@ def change_model(path, monkeypatch):
 
 
 def change_weights(path, monkeypatch):
-    """In place, with the times that the file had."""
+    """Change weights in place, and give the file the times that it had."""
     data = path.with_name(f"{path.name}.data")
     status, content = data.stat(), bytearray(data.read_bytes())
     content[3] ^= 64
@@ -216,13 +232,13 @@ def change_where_links_lead(path, monkeypatch):
 
 def change_knowledge(path, monkeypatch):
     """Another choice for a problem, as `tune` may leave it."""
-    kept = tuning_database.user_cache()
+    kept = schedule_cache.user_cache()
     first = kept.records()[0]
     assert kept.put(msgspec.structs.replace(first, key=msgspec.structs.replace(first.key, budget="long"), time_us=1.0))
 
 
 def forget(path, monkeypatch):
-    tuning_database.user_cache().clear()
+    schedule_cache.user_cache().clear()
 
 
 @pytest.mark.parametrize("change", [v for k, v in sorted(globals().items()) if k.startswith("change_") or k == "forget"])
@@ -351,15 +367,15 @@ def test_a_larger_budget_goes_on_and_a_smaller_one_does_not(tmp_path, cache, rea
 def test_what_was_chosen_in_noise_is_kept_until_the_machine_is_quiet(tmp_path, reads, monkeypatch):
     path = model(tmp_path / "m" / "m.onnx")
     compiled(path, budget_s=1)
-    kept = tuning_database.user_cache()
+    kept = schedule_cache.user_cache()
     for record in kept.records():
         kept.put(msgspec.structs.replace(record, provisional="14 runnable tasks"))
     assert compiled(path, budget_s=1).steps[0].decision.provisional  # compiled from what is known now, and kept
     assert compiled(path, budget_s=1).steps[0].decision.provisional and len(reads) == 2
     monkeypatch.setattr("tilewright.schedule.tuning_database.TuningDatabase._quiet", lambda self: True)
     assert compiled(path, budget_s=0).steps[0].decision.provisional and len(reads) == 2
-    assert not compiled(path, budget_s=1).steps[0].decision.provisional and len(reads) == 3
-    compiled(path, budget_s=1)
+    assert not compiled(path, budget_s=10).steps[0].decision.provisional and len(reads) == 3  # time to spare on a busy machine
+    compiled(path, budget_s=10)
     assert len(reads) == 3
 
 
@@ -406,7 +422,7 @@ def test_what_somebody_else_could_have_written_is_not_read(tmp_path, cache, read
 
 
 def test_what_cannot_be_signed_is_not_kept(tmp_path, cache, monkeypatch):
-    monkeypatch.setattr(artefact, "_key", lambda: None)
+    monkeypatch.setattr(write, "user_key", lambda: None)
     compiled(model(tmp_path / "m" / "m.onnx"))
     assert not [*cache.glob("*.twp")]
 
@@ -445,7 +461,7 @@ def test_processes_that_start_at_once_write_one_program_once(tmp_path, cache, mo
     path = model(tmp_path / "m" / "m.onnx")
     compiled(path, cache=False)  # what is imported and built
     written, together = [], threading.Barrier(3)
-    inner, keep = programs.Place.keep, artefact.keep
+    inner, keep = programs.Place.keep, write.keep
     monkeypatch.setattr(programs, "keep", lambda *given: (written.append(given), keep(*given)))
 
     def at_once(self, *given):
@@ -453,11 +469,7 @@ def test_processes_that_start_at_once_write_one_program_once(tmp_path, cache, mo
         inner(self, *given)
 
     monkeypatch.setattr(programs.Place, "keep", at_once)
-    threads = [threading.Thread(target=compiled, args=(path,)) for _ in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_threads(3, lambda _: compiled(path))
     assert len(written) == 1 and len([*cache.glob("*.twp")]) == 1 and not [*cache.glob(".*.tmp")]
 
 

@@ -56,7 +56,7 @@ def test_integers_of_few_bits_one_to_a_byte(bits, code):
 
 
 def test_integers_of_4_bits_two_to_a_byte():
-    """As fbgemm's int4_row_quantize_zp and pack_int4 make them, which torchao calls: q * scale + zero, a real number."""
+    """Torchao calls fbgemm's int4_row_quantize_zp and pack_int4, which make such codes: q * scale + zero, a real number."""
     codes, scale, zeros = ints(-8, 8, 6, 64), floats(2, 6, dtype=torch.bfloat16), floats(2, 6, dtype=torch.bfloat16)
     packed = (codes[:, ::2] & 15) | (codes[:, 1::2] << 4)
     data = {"qdata": packed, "scale": scale, "zero_point": zeros}

@@ -111,7 +111,7 @@ def test_torch_s_own_layout_for_this_processor(out, columns):
 
 @pytest.mark.parametrize("tiles", [2, 4, 8])
 def test_torch_s_own_layout_for_gpus(tiles):
-    """As the kernel that packs says, lane by lane (aten/src/ATen/native/cuda/int4mm.cu)."""
+    """The kernel that packs says it lane by lane (aten/src/ATen/native/cuda/int4mm.cu)."""
     out, columns = 24, 2 * tiles * 16
     codes = torch.randint(0, 16, (out, columns))
     packed = torch.zeros(out // 8, columns // (tiles * 16), 32, tiles // 2, dtype=torch.int64)

@@ -1,4 +1,4 @@
-"""Saved programs (`.twp`): the container, and the graphs in it. `runtime/artefact.py` has the rest: weights as kernels read
+"""Saved programs (`.twp`): the container, and the graphs in it. `runtime/artefact/` has the rest: weights as kernels read
 them, decisions, machine code.
 
 A `.twp` is a safetensors file. Its tensor `manifest` is JSON that names every array with the digest of its bytes; the file's
@@ -8,7 +8,6 @@ metadata hold the digest of the manifest, and a signature. An array is checked b
 from __future__ import annotations
 
 import hashlib
-import os
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -20,20 +19,22 @@ import msgspec
 
 from tilewright.dtype import BY_NAME, OPAQUE
 from tilewright.errors import InputError
+from tilewright.files import NotJSONError, decoded
 from tilewright.ir.graph import Graph
 from tilewright.ir.literal import Literal, bits_of
 from tilewright.ir.safetensors import TensorFile
 from tilewright.ir.text import parse
 from tilewright.ir.types import TensorType
 from tilewright.ir.verify import verify
+from tilewright.processors import usable
 
 if TYPE_CHECKING:
     import torch
 
-SUFFIX = ".twp"
 FORMAT, VERSION = "tilewright program", 1
 MANIFEST, CONSTANT = "manifest", "constant/"  # a tensor's name; what names of constants of the graphs begin with
 AGAIN = "save the program again"
+_WRITE = "`tilewright compile FILE -o F.twp` writes one"
 ALIGNMENT = 64
 _LARGE_BYTES = 1 << 20  # that another thread may look at
 
@@ -117,10 +118,15 @@ class Container:
 
     def __init__(self, path: Path, content: bytes | None = None, outside: Callable[[str], torch.Tensor] | None = None) -> None:
         self.path = path
-        self._file = TensorFile(path, content)
+        try:
+            self._file = TensorFile(path, content)
+        except InputError as error:
+            if error.where is None:  # it cannot be read
+                raise
+            raise InputError(f"no saved program: {error.what}", where=error.where, hint=_WRITE) from error
         metadata = self._file.metadata
         if metadata.get("format") != FORMAT or MANIFEST not in self._file.names:
-            raise InputError("no saved program", where=str(path), hint="`tilewright compile FILE -o F.twp` writes one")
+            raise InputError("no saved program", where=str(path), hint=_WRITE)
         if metadata.get("version") != str(VERSION):
             said = metadata.get("version")
             raise InputError(f"version {said} of the format, {VERSION} wanted", where=str(path), hint=AGAIN)
@@ -160,8 +166,8 @@ class Container:
             InputError: it is none of this type.
         """
         try:
-            return msgspec.json.decode(self.manifest, type=type_)
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            return decoded(self.manifest, type_)
+        except NotJSONError as error:
             raise self.broken(f"its manifest is none: {error}") from error
 
     def check(self, names: Iterable[str]) -> None:
@@ -172,9 +178,7 @@ class Container:
         """
         entries = {self._array(name).entry: name for name in names}
         large = [name for entry, name in entries.items() if self._file.bytes_of(entry) >= _LARGE_BYTES]
-        with ThreadPoolExecutor(
-            len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-        ) as threads:
+        with ThreadPoolExecutor(usable()) as threads:
             list(threads.map(self.tensor, large))
         for name in entries.values():
             self.tensor(name)

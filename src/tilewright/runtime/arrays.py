@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import ctypes
 from collections.abc import Collection, Iterable, Sequence
 from math import prod
@@ -10,19 +11,18 @@ from typing import TYPE_CHECKING, TypeGuard
 import numpy as np
 import torch
 
-from tilewright.dtype import F4E2M1FN, DType, from_torch
+from tilewright.dtype import DType, from_torch
 from tilewright.dtype import from_numpy as numpy_dtype
 from tilewright.errors import InputError, UnsupportedError
-from tilewright.ir.ops.functions import narrow_integer
+from tilewright.ir.arrays import from_numpy, to_numpy
 from tilewright.ir.ops.rounding import are_codes
 from tilewright.ir.types import TensorType, no_numbers
+from tilewright.tracing import is_transformed, transformed
 
 if TYPE_CHECKING:
     from tilewright.ir.graph import Value
 
 Array = torch.Tensor | np.ndarray | np.generic
-# NumPy's own interchange knows none of the narrow types: they travel as integers of their width.
-_STORAGE = {1: "uint8", 2: "int16"}
 
 
 def is_numpy(value: object) -> TypeGuard[np.ndarray | np.generic]:
@@ -40,31 +40,6 @@ def dtype_of(array: Array, where: str) -> DType:
         return from_torch(array.dtype) if isinstance(array, torch.Tensor) else numpy_dtype(array.dtype)
     except InputError as error:
         raise InputError(error.what, where=where, hint=error.hint) from error
-
-
-def from_numpy(array: np.ndarray, dtype: DType) -> torch.Tensor:
-    """A NumPy array of logical type `dtype` as a tensor over the same memory; copied only if it is read-only, not contiguous or
-    not in the machine's byte order."""
-    if dtype is F4E2M1FN:
-        array = array.astype(dtype.storage)
-    native = array if array.dtype.isnative else array.astype(dtype.to_numpy())
-    contiguous = np.require(native, requirements=["C", "W"])
-    if contiguous.dtype.isbuiltin != 1:
-        bits = contiguous.view(_STORAGE[contiguous.dtype.itemsize])
-        raw = torch.from_numpy(bits)
-        return raw.view(dtype.to_torch()) if dtype.bits != 4 or dtype.is_float else narrow_integer(raw, dtype)
-    return torch.from_numpy(contiguous)
-
-
-def to_numpy(tensor: torch.Tensor, dtype: DType) -> np.ndarray:
-    """A tensor of logical type `dtype` as a NumPy array, of ml_dtypes' type where NumPy has none."""
-    t = tensor.detach().cpu()
-    native = dtype.to_numpy()
-    if native.isbuiltin == 1:
-        return t.numpy()
-    if dtype.bits == 4:
-        return (t.float() if dtype.is_float else t).numpy().astype(native)
-    return t.contiguous().view(getattr(torch, _STORAGE[native.itemsize])).numpy().view(native)
 
 
 class Wanted:
@@ -96,7 +71,7 @@ class Wanted:
             if value.dtype == self._numpy and value.shape == self._shape and value.flags.carray:
                 return torch.from_numpy(value)
         elif type(value) is torch.Tensor and value.dtype is self._dtype and value.shape == self._shape:
-            plain = value.layout is torch.strided and not (value.requires_grad or value.is_neg())
+            plain = value.layout is torch.strided and not (value.requires_grad or value.is_neg() or transformed())
             if plain and value.device == self._at:
                 return value
         return from_user(value, self.type, self.name, self._device)
@@ -106,7 +81,8 @@ def from_user(value: object, type: TensorType, name: str, device: str) -> torch.
     """A user's array as a tensor of the declared type on `device`; never cast, so that nothing changes silently.
 
     Raises:
-        InputError: not an array, or of another shape or type; elements of it are masked; a gradient is wanted.
+        InputError: not an array, or of another shape or type; elements of it are masked; a gradient or a tangent is
+            wanted, or it stands for others in a transform of `torch.func`.
     """
     where = f"input {name!r}"
     if type.dtype.kind == "opaque":
@@ -115,6 +91,10 @@ def from_user(value: object, type: TensorType, name: str, device: str) -> torch.
         if value.requires_grad and torch.is_grad_enabled():
             what = "a tensor that requires a gradient given, and compiled programs compute none"
             raise InputError(what, where=where, hint="call under torch.no_grad(), or pass x.detach()")
+        if transformed() and is_transformed(value):
+            what = "a tensor within a transform of torch.func, or with a tangent, given, and compiled programs know of neither"
+            hint = 'x.detach() for a tangent; torch.compile(model, backend="tilewright") of what is transformed'
+            raise InputError(what, where=where, hint=hint)
         tensor = value.detach().resolve_neg()  # a lazy minus sign is not in its memory, which kernels read
     elif is_numpy(value):
         if np.ma.is_masked(value):
@@ -182,9 +162,19 @@ def to_user(value: Value, type: TensorType, as_numpy: bool) -> object:
     return to_numpy(value, type.dtype) if as_numpy else value
 
 
+def copy_over(into: Sequence[torch.Tensor], new: Sequence[torch.Tensor]) -> None:
+    """Copy values over as many tensors of the same types, in order: on a GPU in few launches, unless some may overlap."""
+    if len({*map(address, into)}) < len(into):
+        for old, value in zip(into, new, strict=True):
+            old.copy_(value)
+        return
+    torch._foreach_copy_([*into], [*new])  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage] - optimizers use it
+
+
 def separate(results: Sequence[Value], borrowed: Iterable[int], constant: Collection[int] = ()) -> list[Value]:
     """Results that the caller may write to: copied where they lie in borrowed memory (inputs and constants, by the address of
-    their storage), share memory with another result, or hold one element in several places."""
+    their storage), share memory with another result, or hold one element in several places. Opaque ones are copied: where a
+    library has them, nobody knows."""
     taken = set(borrowed)
     found: list[Value] = []
     for value in results:
@@ -194,7 +184,7 @@ def separate(results: Sequence[Value], borrowed: Iterable[int], constant: Collec
                 value = _copied(value)
                 at = address(value)
             taken.add(at)
-        found.append(value)
+        found.append(copy.deepcopy(value) if isinstance(value, (np.ndarray, list, tuple)) else value)
     return found
 
 

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
+import os
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Protocol, cast
+from typing import TYPE_CHECKING, cast
 from weakref import WeakSet
-
-import torch
 
 from tilewright import deadline
 from tilewright.errors import LOGGER, counted
-from tilewright.runtime.executable import Executable, Posed, kernel_step
+from tilewright.runtime.executable import Executable
+from tilewright.runtime.steps import Posed, Step, kernel_step
+from tilewright.schedule.chooser import Chooser
 from tilewright.schedule.measure import synchronize
 from tilewright.schedule.problem import AnyProblem
 from tilewright.schedule.search import Decision
@@ -26,14 +29,6 @@ if TYPE_CHECKING:
 
 ALLOWED_S = 60.0  # for candidates that take long to refuse, together
 ENDS_S = 3.0  # at the process's end, for the problems under way
-
-
-class Chooser(Protocol):
-    """A choice of kernels, such as `SharedBudget`."""
-
-    def __call__(self, problem: AnyProblem, weights: Mapping[int, torch.Tensor]) -> Decision: ...
-
-    def weight(self, problem: AnyProblem) -> float: ...
 
 
 class Background:
@@ -62,6 +57,11 @@ class Background:
         how = "searching" if self._thread.is_alive() else "stopped" if self._done < self._total else "over"
         problems = f"{self._done} of {counted(self._total, 'problem')} done"
         return f"{how}: {problems}, {self._replaced} with another kernel than at first"
+
+    @property
+    def goes_on(self) -> bool:
+        """Tell whether the search is under way."""
+        return self._thread.is_alive()
 
     def wait(self, timeout_s: float | None = None) -> bool:
         """Wait until the search is over, for so long at most; tell whether it is.
@@ -112,34 +112,89 @@ class Background:
         """Give the steps that pose one problem the kernel that was chosen for it, if it was measured."""
         if not decision.measured:
             return
-        steps, program = list(self._program.steps), self._program
-        replaced = False
+        program, made = self._program, dict[int, Step | None]()
         for i, one in posed:
-            before = steps[i].decision
+            before = program.steps[i].decision
             assert before is not None
-            if _same(before, decision):
-                steps[i] = replace(steps[i], decision=decision)
-            else:
-                steps[i], replaced = kernel_step(program.graph, one, self._ready, decision), True
+            same = _same(before, decision)
+            made[id(one.part)] = None if same else kernel_step(program.graph, one, self._ready, decision)
+        replaced = any(made.values())
         if replaced:
             synchronize(program.target.device)  # what packing put on this thread's stream is there for any other
-            program.swap(tuple(steps))
-        else:
-            program.steps = tuple(steps)
+
+        def changed(step: Step) -> Step:
+            new = made.get(id(step.part), step)
+            if new is None and step.decision is not None and _same(step.decision, decision):  # as it may be no more
+                return replace(step, decision=decision)
+            return new or step
+
+        program.change(changed)
         self._replaced += replaced
 
 
 def _same(a: Decision, b: Decision) -> bool:
-    return (a.kernel.candidate, a.kernel.schedule) == (b.kernel.candidate, b.kernel.schedule)
+    """Tell whether two decisions are for one kernel: of the same point, and not one for ranges and one for a shape."""
+    one, other = a.kernel, b.kernel
+    return one is other or (one.candidate, one.schedule, one.text) == (other.candidate, other.schedule, other.text)
 
 
 _all = WeakSet[Background]()
+_queue: deque[Callable[[], None]] = deque()
+_queued = threading.Lock()
+_worker: threading.Thread | None = None
+LOW = 10  # by which the thread that works behind calls gives way to others (nice)
+
+
+def behind(work: Callable[[], None]) -> None:
+    """Do something in a thread of low priority, after what it was given before; nothing that is left at the process's end."""
+    global _worker
+    with _queued:
+        _queue.append(work)
+        if _worker is None:
+            atexit.unregister(_end)
+            atexit.register(_end)
+            _worker = threading.Thread(target=_work_behind, name="tilewright checks", daemon=True)
+            _worker.start()
+
+
+def wait_behind() -> None:
+    """Wait until all is done that was given to `behind`."""
+    thread = _worker
+    if thread is not None:
+        thread.join()
+
+
+def _forked() -> None:
+    """A fork has no thread behind its calls yet."""
+    global _worker, _queued
+    _worker, _queued = None, threading.Lock()
+    _queue.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forked)
+
+
+def _work_behind() -> None:
+    global _worker
+    with contextlib.suppress(AttributeError, OSError):
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LOW)
+    while True:
+        with _queued:
+            if not _queue:
+                _worker = None
+                return
+            work = _queue.popleft()
+        work()
 
 
 def _end() -> None:
     """End the searches with the process, while they have a worker: all within `ENDS_S`."""
-    searches, ends = list(_all), time.monotonic() + ENDS_S
+    searches, ends, thread = list(_all), time.monotonic() + ENDS_S, _worker
+    _queue.clear()
     for each in searches:
         each.stop(0)
     for each in searches:
         each.stop(max(0.0, ends - time.monotonic()))
+    if thread is not None:
+        thread.join(max(0.0, ends - time.monotonic()))

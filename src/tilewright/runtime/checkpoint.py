@@ -10,10 +10,10 @@ from itertools import islice
 from pathlib import Path
 from typing import Protocol, cast
 
-import msgspec
 import torch
 
 from tilewright.errors import InputError, TilewrightError, UnsupportedError, check_type
+from tilewright.files import NotJSONError, decoded
 from tilewright.frontends import LoadOptions, load
 from tilewright.ir.evaluate import evaluate_nodes
 from tilewright.ir.graph import Graph, Node
@@ -201,8 +201,8 @@ class Checkpoint:
         file = self._file[f"{layer}.{_TORCHAO}qdata"]
         text = file.metadata.get(f"{layer}.weight", "") if isinstance(file, TensorFile) else ""
         try:
-            said = _table(msgspec.json.decode(text))
-        except msgspec.DecodeError as error:
+            said = _table(decoded(text, object))
+        except NotJSONError as error:
             raise InputError(f"a header that says nothing of torchao's tensor: {error}", hint=FETCH) from error
         facts = dict(_table(said.get("_data")))
         for name, value in facts.items():
@@ -244,7 +244,7 @@ def read_checkpoint(path: str | Path) -> Checkpoint:
     """
     check_type(path, (str, Path), "path", "a folder, a .safetensors or .gguf file, or the index of several")
     path = Path(path)
-    if path.suffix == ".gguf":
+    if path.suffix.lower() == ".gguf":
         return Checkpoint([GgufFile(path)], {})
     folder = path if path.is_dir() else path.parent
     index = folder / INDEX if path.is_dir() else path
@@ -305,8 +305,8 @@ def _means(target: str, layer: str) -> bool:
 
 def _json(path: Path) -> dict[str, object]:
     try:
-        return msgspec.json.decode(path.read_bytes(), type=dict[str, object])
-    except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        return decoded(path.read_bytes(), dict[str, object])
+    except (OSError, NotJSONError) as error:
         raise InputError(f"no table in JSON: {error}", where=str(path), hint=FETCH) from error
 
 

@@ -18,6 +18,7 @@ import torch
 from tilewright.dtype import S4, S8, U4
 from tilewright.errors import InputError, UnsupportedError
 from tilewright.runtime.quantized_weight import QuantizedWeight
+from tilewright.sizes import round_up
 
 MAGIC, VERSIONS = b"GGUF", (2, 3)
 MOST_DIMS, LONGEST, MOST_ENTRIES, ALIGNMENT = 4, 1 << 24, 1 << 20, 32
@@ -102,7 +103,7 @@ class GgufFile:
         alignment = self.facts.get("general.alignment", ALIGNMENT)
         if not isinstance(alignment, int) or alignment < 1 or alignment & alignment - 1:
             raise self._broken(f"an alignment of {alignment}")
-        start = -(-self._at // alignment) * alignment
+        start = round_up(self._at, alignment)
         for own, shape, kind, offset in listed:
             values, size = self._sizes(own, kind)
             if shape[-1] % values:

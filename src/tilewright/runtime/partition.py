@@ -21,6 +21,7 @@ from tilewright.ir.ops import (
     VIEWS,
     Attention,
     Call,
+    Collective,
     Concat,
     Const,
     Convert,
@@ -32,6 +33,7 @@ from tilewright.ir.ops import (
     Item,
     LayerNorm,
     Map,
+    Own,
     Pad,
     Quantize,
     Reduce,
@@ -40,18 +42,30 @@ from tilewright.ir.ops import (
     maker_of,
 )
 from tilewright.ir.types import TensorType
-from tilewright.schedule.candidate import LAST_RESORT, discover, refusal
+from tilewright.schedule.candidate import LAST_RESORT, concerns, discover, refusal
 from tilewright.schedule.problem import AnyProblem, FusionProblem, destination_of, fusion_of, problem_of
 
 Kind = Literal[
-    "gemm", "attention", "norm", "softmax", "call", "reduce", "gather", "elementwise", "quantize", "move", "view", "write"
+    "gemm",
+    "attention",
+    "norm",
+    "softmax",
+    "call",
+    "collective",
+    "reduce",
+    "gather",
+    "elementwise",
+    "quantize",
+    "move",
+    "view",
+    "write",
 ]
 
 Taken = Callable[[FusionProblem], bool]
 
 MOVE = (Concat, Pad)
 CAST = (Quantize, Dequantize, Convert)
-ALONE = (Gemm, Attention, Call, Write)
+ALONE = (Gemm, Attention, Call, Collective, Write)
 MOST_ALIKE = 4  # fusions that are made one step: each is code of its own in a kernel, of which there is only so much
 MOST_NODES = 200  # of a fusion that is cut: each is asked for
 _JOINED = (0, 0)  # stands for a concatenation among reductions
@@ -61,6 +75,8 @@ _NAMING: tuple[tuple[Kind, tuple[type, ...]], ...] = (
     ("gemm", (Gemm,)),
     ("attention", (Attention,)),
     ("call", (Call,)),
+    ("view", (Own,)),
+    ("collective", (Collective,)),
     ("norm", (LayerNorm,)),
     ("softmax", (Softmax,)),
     ("reduce", (Reduce,)),
@@ -336,7 +352,7 @@ def parts_for(graph: Graph, target: Target) -> list[Part]:
     able = [c for c in discover(kind=target.kind) if "fusion" in c.kinds and c.preference < LAST_RESORT]
 
     def taken(problem: FusionProblem) -> bool:
-        return any(refusal(c, problem, target) is None for c in able)
+        return any(concerns(c, problem, target) and refusal(c, problem, target) is None for c in able)
 
     readers = readers_of(graph)
     return [p for part in partition(graph) for p in (cut(part, readers, taken) if able else [part])]

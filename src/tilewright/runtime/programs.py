@@ -1,7 +1,7 @@
 """Compiled programs kept in the user's cache, so that a second process neither reads, rewrites, calibrates nor packs
 (docs/artefacts.md).
 
-A kept program is an artefact (`artefact.py`) under the digest of all that decided it (`request`): the bytes of the model, how
+A kept program is an artefact (`artefact/`) under the digest of all that decided it (`request`): the bytes of the model, how
 it is read, quantised and rounded, the machine, the libraries, all code of the package. It is taken only where compiling would
 choose the same kernels: the data files beside the model are the same, nothing was learnt about its problems since
 (`standing`), the search had as much time, and no choice was made in noise that could be made in quiet now. Anything else is a
@@ -28,20 +28,24 @@ import torch
 
 from tilewright.digests import LIMIT, Sighting, limit_bytes, sighted
 from tilewright.errors import LOGGER, InputError, TilewrightError
-from tilewright.files import alone, foreign
+from tilewright.files import SAVED, alone, foreign
 from tilewright.frontends import LoadOptions, files_beside, load
-from tilewright.hardware.ceilings import cache_folder
 from tilewright.hardware.target import Target
-from tilewright.ir.artefact import SUFFIX, Container
+from tilewright.ir.artefact import Container
 from tilewright.ir.graph import Graph
 from tilewright.ir.literal import Literal, bits_of
 from tilewright.ir.ops import Const
 from tilewright.ir.text import print_with_literals
-from tilewright.runtime.artefact import Kept, keep, kept_in, restored
-from tilewright.runtime.executable import E, Executable, weights_bytes
+from tilewright.runtime.artefact.format import Kept
+from tilewright.runtime.artefact.read import kept_in, restored
+from tilewright.runtime.artefact.write import keep
+from tilewright.runtime.executable import E, Executable
+from tilewright.runtime.prepare import weights_bytes
+from tilewright.runtime.program_folder import folder, kept_programs
+from tilewright.schedule.cache import user_cache
 from tilewright.schedule.key import PACKAGE, circumstances, digest_of, version
 from tilewright.schedule.measure import last_cache_bytes
-from tilewright.schedule.tuning_database import TuningDatabase, user_cache
+from tilewright.schedule.tuning_database import TuningDatabase
 
 VERSION = 1  # of what a request says
 READ = (".onnx", ".hlo", ".mlir", ".stablehlo")  # files whose front ends note what else they read (`files_beside`)
@@ -54,38 +58,9 @@ DRAFTS_S = 3600.0  # after which what a process left half-written is removed
 FREE = 2.0  # as much room as a program needs has to be left on the disk
 
 
-def folder() -> Path:
-    """The folder of kept programs.
-
-    Raises:
-        OSError: there can be none.
-    """
-    found = cache_folder() / "programs"
-    found.mkdir(mode=0o700, exist_ok=True)
-    if (why := foreign(found)) is not None:
-        raise PermissionError(1, f"it {why}", str(found))
-    return found
-
-
-def kept_programs() -> list[tuple[Path, int]]:
-    """The kept programs and their bytes, the one that was used longest ago first."""
-    found: list[tuple[float, Path, int]] = []
-    with contextlib.suppress(OSError):
-        for path in (cache_folder() / "programs").glob(f"*{SUFFIX}"):
-            with contextlib.suppress(OSError):
-                status = path.stat()
-                found.append((status.st_mtime, path, status.st_size))
-    return [(path, size) for _, path, size in sorted(found)]
-
-
-def clear() -> int:
-    """Forget all kept programs; how many there were. Processes that run one go on."""
-    count = 0
-    for path, _ in kept_programs():
-        with contextlib.suppress(OSError):
-            path.unlink()
-            count += 1
-    return count
+def constant_bytes(graph: Graph) -> int:
+    """The bytes of a graph's constants."""
+    return sum(n.tensor.size_bytes for n in graph.nodes() if isinstance(n.op, Const))
 
 
 def content(tensors: Mapping[str, torch.Tensor]) -> dict[str, tuple[str, list[int], str]]:
@@ -249,11 +224,11 @@ class Place(Generic[E]):
 
     def keeping_s(self, graph: Graph) -> float:
         """Seconds that keeping a program will take, packed weights and all."""
-        size = sum(n.tensor.size_bytes for n in graph.nodes() if isinstance(n.op, Const))
+        size = constant_bytes(graph)
         return size / KEPT_BPS if LEAST_BYTES <= size <= limit_bytes() else 0.0
 
     def _path(self, request: str) -> Path:
-        return folder() / f"{hashlib.sha256(request.encode()).hexdigest()}{SUFFIX}"
+        return folder() / f"{hashlib.sha256(request.encode()).hexdigest()}{SAVED}"
 
     def _database(self, cold: bool) -> TuningDatabase:
         database = TuningDatabase(self.target, user_cache(), excess_precision=self.excess_precision)

@@ -16,12 +16,16 @@ from tilewright.dtype import BF16, F4E2M1FN, F8E4M3FN, F8E5M2, F16, F32, S4, S8,
 from tilewright.errors import InputError, TypeMismatchError, check_type
 from tilewright.ir.few_bits import held_finite, pack_halves, unpack_halves
 from tilewright.ir.ops.rounding import to_float
+from tilewright.sizes import round_up
 
 CODES = (S4, U4, S8, U8, F4E2M1FN, F8E4M3FN, F8E5M2)
 SCALES = (F16, BF16, F32)
 NARROW_SCALES = (*SCALES, F8E4M3FN)  # where a factor of all of them gives the range
 SMALLEST_SCALE = {F16: 2.0**-18}  # f16 has 6 bits left there: rounding such a scale moves no weight by more than half a step
 SMALLEST_NORMAL = 2.0**-126
+# Of codes that are floats: half their last bit beside their value, and half their least number.
+_HALF_BIT = {"f8e4m3fn": 2.0**-4, "f8e5m2": 2.0**-3, "f4e2m1fn": 2.0**-2}
+_HALF_LEAST = {"f8e4m3fn": 2.0**-10, "f8e5m2": 2.0**-17, "f4e2m1fn": 2.0**-2}
 _CODES = ", ".join(str(c) for c in CODES[:-1]) + f" or {CODES[-1]}"
 NEAR_THE_END = 0.9  # of the largest weight of a type: below, half a step more (at most a 15th) is no infinity
 
@@ -171,19 +175,31 @@ class QuantizedWeight:
 
     def dequantize(self, to: torch.dtype = torch.float32) -> torch.Tensor:
         """The matrix [out, in] in the inputs' own order: computed in f32, each step rounded to it, then rounded to `to`."""
-
-        def spread(side: torch.Tensor) -> torch.Tensor:
-            return side.repeat_interleave(self.group_size, dim=1)[:, : self.in_features]
-
         whole = self.codes.to(torch.float32)
         if self.zero_points is not None:
-            whole -= spread(self.zero_points.to(torch.float32))
-        whole *= spread(self.wide_scales)
+            whole -= self._spread(self.zero_points.to(torch.float32))
+        whole *= self._spread(self.wide_scales)
         if self.offsets is not None:
-            whole += spread(self.offsets)
-        if self.order is not None:
-            whole = torch.empty_like(whole).index_copy_(1, self.order, whole)
-        return whole.to(to)
+            whole += self._spread(self.offsets)
+        return self._ordered(whole).to(to)
+
+    def quantises(self, matrix: torch.Tensor) -> bool:
+        """Tell whether a matrix [out, in] is what these codes stand for: no element is off by more than rounding to a code,
+        and to the type of the scales or of 16 bits, explains."""
+        own, given = self.dequantize(), matrix.detach().to(self.packed.device, torch.float32)
+        step = self._ordered(self._spread(self.wide_scales).abs())
+        largest = torch.maximum(own.abs(), given.abs())
+        of = self.code_type
+        coarse = step / 2 if of.is_integer else torch.maximum(largest * _HALF_BIT[of.name], step * _HALF_LEAST[of.name])
+        return bool(((given - own).abs() <= 1.01 * coarse + largest / 128).all())
+
+    def _spread(self, side: torch.Tensor) -> torch.Tensor:
+        """Numbers of groups [out, groups], one for each of their codes [out, in]."""
+        return side.repeat_interleave(self.group_size, dim=1)[:, : self.in_features]
+
+    def _ordered(self, whole: torch.Tensor) -> torch.Tensor:
+        """A matrix in the order of the codes, in the inputs' own."""
+        return whole if self.order is None else torch.empty_like(whole).index_copy_(1, self.order, whole)
 
     def to(self, device: str | torch.device) -> QuantizedWeight:
         """The same on another device."""
@@ -258,7 +274,7 @@ def pack(
         raise InputError(f"a weight of shape {list(weight.shape)} holds nothing")
     group = columns if group_size is None else min(group_size, columns)
     whole = weight.detach().to(torch.float32)
-    filled = -(-columns // group) * group
+    filled = round_up(columns, group)
     padded = torch.nn.functional.pad(whole, (0, filled - columns)) if filled > columns else whole
     grouped = padded.reshape(rows, -1, group)
     low, high = (v.clamp(max=0) if i == 0 else v.clamp(min=0) for i, v in enumerate(torch.aminmax(grouped, dim=2)))
