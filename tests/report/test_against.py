@@ -11,8 +11,11 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 from cli_programs import FAST, install_ceilings, invoke, write
 
+from tilewright.cli.against import Case, beside_s, torch_peer
+from tilewright.cli.given import Given
 from tilewright.ir.graph import Graph
 from tilewright.ir.notation import parse
 from tilewright.report.measure import rounds
@@ -81,6 +84,19 @@ def test_one_that_never_answers_is_ended(tmp_path: Path, monkeypatch: pytest.Mon
         other.stop()
 
 
+def test_one_has_as_long_as_it_is_given_and_says_what_it_left_out(tmp_path: Path) -> None:
+    (tmp_path / "contender.py").write_text(CONTENDER.replace("    return run", "    run.note = 'half of it'\n    return run"))
+    given = {"how": "fine", "seconds": 0.0}
+    other = Process("other", [sys.executable, str(tmp_path / "contender.py")], {}, 60.0)
+    hasty = Process("hasty", [sys.executable, str(tmp_path / "contender.py")], {}, 0.3)
+    try:
+        assert other.take(given, tmp_path / "r.npy") is None and other.note == "half of it"
+        assert hasty.take({"how": "hangs", "seconds": 0.0}) == "no answer in 0 s"
+    finally:
+        other.stop()
+        hasty.stop()
+
+
 def test_contenders_end_with_who_asks(tmp_path: Path) -> None:
     """Killed without a word, the parent leaves no process behind, not even a held one."""
     (tmp_path / "contender.py").write_text(CONTENDER)
@@ -126,9 +142,29 @@ def test_torch_runs_the_program_and_agrees(tmp_path: Path, monkeypatch: pytest.M
     assert result.exit_code == 0, result.output
     torch_, onnxruntime, xla = json.loads(result.stdout)["against"]
     assert torch_["name"] == "torch" and torch_["why"] is None and torch_["time_us"] > 0
+    assert all(p["what"] and "Raises" not in p["what"] and "\n" not in p["what"] for p in (torch_, onnxruntime, xla))
     assert torch_["ratio"] > 0 and torch_["difference"] < 1e-5
     assert onnxruntime["why"] == "it reads ONNX files alone" and onnxruntime["time_us"] is None
     assert xla["why"] == "it reads HLO and StableHLO alone"
+
+
+def test_a_budget_bounds_the_preparing_of_peers_and_what_is_left_out_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that is not ready in its share is out; torch's takes kernels unmeasured once its share is over."""
+    install_ceilings(monkeypatch)
+    graph = parse("f32[8,64] @ f32[64,32] + bias, relu")
+    path = write(tmp_path, Graph("small", graph.inputs, graph.outputs, graph.output_names))
+    monkeypatch.setattr("tilewright.cli.against.LEAST_READY_S", 0.05)
+    result = invoke("perf", path, "--against", "torch", "--json", "-n", 1, "--budget", "0.1")
+    assert result.exit_code == 0, result.output
+    (peer,) = json.loads(result.stdout)["against"]
+    assert peer["why"] == "no answer in 0 s; a larger --budget gives it more" and peer["time_us"] is None
+    given = Given(file=Path(path), batch=None, input_dims={}, inputs=None, fill0=(), fill1=(), seed=0)
+    run = torch_peer(Case(given, "cpu", 1, ready_s=0.0))
+    assert getattr(run, "note", "").startswith("the time was over: 1 of 1 problems by the first kernel, not the fastest")
+    assert torch.isfinite(torch.as_tensor(run()[0])).all()
+    assert getattr(torch_peer(Case(given, "cpu", 1)), "note", None) == ""
 
 
 def test_an_unknown_peer_is_an_error() -> None:
@@ -156,3 +192,14 @@ ENTRY e {
     assert result.exit_code == 0, result.output
     words = " ".join(result.stdout.split())
     assert "Beside others" in words and "xla" in words and "equal" in words
+
+
+def test_no_round_begins_once_the_time_is_over_but_the_least():
+    one, other = Here("one", lambda: None), Here("other", lambda: None)
+    times, _ = compete([one, other], {}, rounds=9, enough=3, within_s=0.0, warm_s=0, timed_s=0.001, least=1)
+    assert {name: len(t) for name, t in times.items()} == {"one": 3, "other": 3}
+
+
+def test_others_have_half_of_a_small_budget_and_of_a_large_one_what_they_take():
+    assert beside_s(2.0, ["torch"]) == 1.0
+    assert beside_s(100.0, ["torch"]) == beside_s(200.0, ["torch"]) < 20

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import msgspec
 
 from tilewright.ir.notation import parse
@@ -13,12 +15,13 @@ from tilewright.report.explain.choices import (
     off_by,
     provisional_words,
     rejected_of,
+    why_not_generated,
 )
-from tilewright.report.schema import Choice, Rejected, RejectedChoice, Step
-from tilewright.report.text.explain_text import how, refusals
+from tilewright.report.schema import Choice, Product, Rejected, RejectedChoice, Step
+from tilewright.report.text.explain_text import how, lost_sections, nearest, refusals, short_sections
 from tilewright.schedule.candidate import Kernel, Schedule
 from tilewright.schedule.problem import problem_of
-from tilewright.schedule.search import Decision
+from tilewright.schedule.search import WAITS, Decision
 from tilewright.schedule.search import Rejected as Rejection
 
 
@@ -57,6 +60,32 @@ def test_the_cost_model_is_not_blamed_for_noise() -> None:
         "onednn: 20.0 µs (1.0 predicted), not told apart on a busy machine: the earlier one is kept",
         "aten: 250.0 µs (1.0 predicted), 10.16 times as long",
     ]
+    waiting = RejectedChoice("split", WAITS, 21.0, "", None, "tie")
+    assert refusals([waiting], chosen) == [f"split: 21.0 µs, {WAITS}"]
+
+
+def test_one_that_cannot_be_told_apart_stands_under_another_title_than_slower_ones() -> None:
+    rejected = [
+        RejectedChoice("onednn", "tie", 99.0, "", None, "tie"),
+        RejectedChoice("aten", "slower", 250.0, "", None, "slower"),
+        RejectedChoice("sdpa", "no attention", None, "", None, "refused"),
+        RejectedChoice("split", "not tried: the time for choosing was over", None, "", None, "untried"),
+        RejectedChoice(
+            "int_mm", "no answer in 8 s: killed, while other programs had the processors", None, "", None, "starved"
+        ),
+    ]
+    product = Product(["p"], "gemm", "p", [], "", [], [], [], Choice("llvm", "default", 100.0), True, rejected)
+    short = dict(short_sections(product))
+    assert short["As fast"] == ["onednn 99.0 µs (0.99 times)"] and short["Slower"] == ["aten 250.0 µs (2.50 times)"]
+    waiting = RejectedChoice("split", WAITS, 80.0, "", None, "tie")
+    waited = dict(short_sections(msgspec.structs.replace(product, rejected=[waiting])))
+    assert waited["As fast"] == ["split 80.0 µs (0.80 times), but its threads wait for each other"]
+    whole = dict(lost_sections(rejected, product.chosen))
+    assert list(whole) == ["Was as fast", "Was slower", "Could not", "Was not tried"]
+    assert "Could not" in short and "int_mm" not in str(short), "other programs kept it from its time"
+    assert len(whole["Could not"]) == 1 and "int_mm: no answer in 8 s" in whole["Was not tried"][1]
+    assert whole["Was not tried"][0] == "split: the time for choosing was over"
+    assert whole["Was as fast"] == ["onednn: 99.0 µs, a tie: the earlier one is kept"]
 
 
 def test_choices_made_in_noise_are_counted_by_problem() -> None:
@@ -71,6 +100,9 @@ def test_choices_made_in_noise_are_counted_by_problem() -> None:
     assert provisional_words([decision(8, noise), decision(8, noise)]) == f"the choice was {again}"
     assert provisional_words([decision(8, noise), decision(9)]) == f"1 of 2 choices was {again}"
     assert provisional_words([decision(8, noise), decision(9, noise), decision(10)]) == f"2 of 3 choices were {again}"
+    scaled = [replace(decision(8, noise), problem=problem_of(parse(f"f32[8,16] @ f32[16,8] * {n}").outputs[0])) for n in (2, 3)]
+    said = f"2 of 2 choices (one for each problem; those with other constants count apart) were {again}"
+    assert provisional_words(scaled) == said, "more than the different steps, whose numbers do not count"
 
 
 def test_other_points_of_the_chosen_candidate_are_told_by_what_differs() -> None:
@@ -91,6 +123,20 @@ def test_other_points_of_the_chosen_candidate_are_told_by_what_differs() -> None
         "split (mr=13): because 2",
         "llvm: because 3",
     ]
+
+
+def test_the_reason_is_that_of_the_generated_point_that_came_nearest() -> None:
+    """Its ratio is the one that the list of slower ones has, not that of a point upon which the search came earlier."""
+    problem = problem_of(parse("f32[8,16] @ f32[16,8]").outputs[0])
+    kernel = Kernel("aten", Schedule(), prepare=lambda weights: lambda sources: sources)
+    rejected = tuple(
+        Rejection("llvm", "slower", f"slower: {us:,.1f} µs, {us / 2626.9:.2f} times the winner", Schedule.of(mr=mr), us)
+        for mr, us in ((6, 2785.8), (8, 2691.5))
+    )
+    decision = Decision(problem, kernel, 2626.9, rejected, True, True)
+    assert why_not_generated(decision, "cpu") == "the generated kernel is slower: 2,691.5 µs, 1.02 times the winner"
+    account = Product(["p"], "gemm", "p", [], "", [], [], [], chosen_of(decision), True, rejected_of(decision))
+    assert nearest(account)[1] == ["llvm 2,691.5 µs (1.02 times)"]
 
 
 def step(kind: str, candidate: str, *rejected: Rejected) -> Step:

@@ -1,10 +1,13 @@
-"""What is left to the reference, or refused as wrong, is said."""
+"""Findings: what is left to the reference, or refused as wrong, is said."""
+
+import dataclasses
 
 import pytest
 import torch
 
 import tilewright
 from tilewright.candidates import split as split_module
+from tilewright.ir.notation import parse
 from tilewright.report.explain.findings import fallback
 from tilewright.schedule import search as search_module
 from tilewright.schedule.candidate import LAST_RESORT
@@ -51,6 +54,24 @@ def test_kernels_that_were_called_wrong_are_told_of():
     assert "slow" not in found.why
 
 
+def test_what_was_not_tried_refused_nothing():
+    """A product on the reference: who refused it and who was not tried are told apart."""
+    program = compiled()
+    (step,) = program.steps
+    last = next(c.name for c in search_module.discover() if c.preference >= LAST_RESORT)
+    object.__setattr__(step.decision.kernel, "candidate", last)
+    refused, late = Rejected("split", "refused", "an extent is zero"), Rejected("llvm", "untried", search_module.OVER)
+    for rejected, why in (
+        ((), "no kernel takes it"),
+        ((refused,), "no kernel takes it (split: an extent is zero)"),
+        ((late,), f"no kernel was tried; llvm: {search_module.OVER}"),
+        ((refused, late), f"no kernel that was tried takes it (split: an extent is zero); llvm: {search_module.OVER}"),
+    ):
+        object.__setattr__(step.decision, "rejected", rejected)
+        (found,) = fallback(program, {})
+        assert found.why == why
+
+
 def test_one_that_did_not_come_back_gave_no_other_results_and_one_that_starved_did_nothing():
     program = compiled()
     (step,) = program.steps
@@ -60,3 +81,14 @@ def test_one_that_did_not_come_back_gave_no_other_results_and_one_that_starved_d
     object.__setattr__(step.decision, "rejected", (starved, Rejected("fast", "lost", "no answer in 4 s: killed")))
     (found,) = fallback(program, {})
     assert found.why == "kernels were refused that crashed or hung; report this (fast: no answer in 4 s: killed)"
+
+
+def test_a_refused_kernel_stands_under_no_heading_that_says_fell_back() -> None:
+    program = tilewright.compile(parse("f32[64,96] @ f32[96,32] + bias"), budget_s=0)
+    (step,) = program.steps
+    assert step.decision is not None
+    decision = dataclasses.replace(step.decision, rejected=(Rejected("split", "lost", "no answer in 6 s: killed"),))
+    program.swap((dataclasses.replace(step, decision=decision),))
+    said = str(program.explain())
+    assert "nothing fell back" in said and "Worth knowing" in said and "Fell back" not in said
+    assert "kernels were refused that crashed or hung; report this (split: no answer in 6 s: killed)" in " ".join(said.split())

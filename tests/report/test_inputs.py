@@ -1,4 +1,4 @@
-"""What programs are run on: domains of random data, fills, archives."""
+"""Inputs that programs are run on: domains of random data, fills, archives."""
 
 from __future__ import annotations
 

@@ -38,7 +38,8 @@ def test_a_trace_has_a_slice_for_each_step_of_each_call(tmp_path: Path) -> None:
         assert slices
         for a, b in pairwise(slices):
             assert a["ts"] + a["dur"] <= b["ts"] + 1e-6  # one after the other, none over another
-    compiling, calls, shown = by_track.values()
+    calls, shown = by_track.values()
+    assert calls[0]["ts"] == 0 and {e["cat"] for e in events if e["ph"] == "X"} == {"call"} | {s["kind"] for s in steps}
     assert [e["name"] for e in shown] == [s["name"] for s in steps] * CALLS
     assert [e["cat"] for e in shown] == [s["kind"] for s in steps] * CALLS
     assert [e["args"]["candidate"] for e in shown] == [s["candidate"] for s in steps] * CALLS
@@ -48,8 +49,6 @@ def test_a_trace_has_a_slice_for_each_step_of_each_call(tmp_path: Path) -> None:
         assert call["ts"] <= mine[0]["ts"] and mine[-1]["ts"] + mine[-1]["dur"] <= call["ts"] + call["dur"] + 1e-6
     product = next(e for e in shown if e["cat"] == "gemm")
     assert product["args"]["gflops"] == pytest.approx(product["args"]["ops"] / product["dur"] / 1e3, rel=0.01, abs=2e-3)
-    said = [e["name"] for e in compiling]
-    assert said[0] == "read and quantise" and "rules: epilogue" in said and any(name.startswith("choose: ") for name in said)
 
 
 def test_a_trace_that_cannot_be_written_leaves_nothing(tmp_path: Path) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import platform
 from collections.abc import Generator, Mapping
+from datetime import UTC, datetime
 
 import torch
 
@@ -11,7 +13,11 @@ from tilewright.hardware.detect import cores_of
 from tilewright.hardware.target import Target
 from tilewright.ir.graph import Node
 from tilewright.ir.types import TensorType
+from tilewright.report.schema import Made
 from tilewright.runtime.executable import Executable
+from tilewright.schedule.key import code_version
+from tilewright.threads import count
+from tilewright.versions import installed
 
 
 @contextlib.contextmanager
@@ -34,3 +40,11 @@ def target_name(target: Target) -> str:
 def tensor_types(node: Node) -> tuple[TensorType, ...]:
     """The types of a node's results."""
     return (node.type,) if isinstance(node.type, TensorType) else node.type.items
+
+
+def made_here() -> Made:
+    """Say how a report is made that is made here and now; no command is known of it."""
+    when = datetime.now(UTC).isoformat(timespec="seconds")
+    return Made(
+        code_version(), installed(), f"{platform.system()} {platform.release()} {platform.machine()}", when, "", count()
+    )

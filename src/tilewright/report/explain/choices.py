@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from tilewright.hardware.target import Target
+from tilewright.report import schema
 from tilewright.report.schema import Choice, RejectedChoice, Step
-from tilewright.report.words import count, us
-from tilewright.schedule.candidate import MATRIX_LIBRARIES, Schedule, discover, labelled
+from tilewright.report.words import count, titled, us
+from tilewright.schedule.candidate import MATRIX_LIBRARIES, Kernel, Schedule, discover, labelled
 from tilewright.schedule.cost import predict
-from tilewright.schedule.search import Decision
+from tilewright.schedule.problem import AnyProblem
+from tilewright.schedule.search import Decision, Rejected
 
 WRONG = 2.0  # a prediction this many times off is said to be
 _PRODUCTS = {"gemm": "matrix product", "attention": "attention"}
@@ -29,12 +32,17 @@ def ways_of(decisions: Iterable[Decision]) -> dict[str, int]:
 
 
 def provisional_words(decisions: Iterable[Decision]) -> str:
-    """The words on choices that were made in noise, with the reason of the first; "" where there are none."""
+    """The words on choices that were made in noise, with the reason of the first; "" where there are none.
+
+    Where numbers make several problems of steps that are alike, the words say why there are more choices than different steps.
+    """
     problems = {d.problem: d.provisional for d in decisions}
     noises = [noise for noise in problems.values() if noise]
     if not noises:
         return ""
-    several = f"{len(noises)} of {count(len(problems), 'choice')}" if len(problems) > 1 else "the choice"
+    apart = len({titled(str(p)) for p in problems}) < len(problems)
+    each = " (one for each problem; those with other constants count apart)" if apart else ""
+    several = f"{len(noises)} of {count(len(problems), 'choice')}{each}" if len(problems) > 1 else "the choice"
     verb = "were" if len(noises) > 1 else "was"
     return f"{several} {verb} made on a busy machine ({noises[0]}), and will be made again when it is quiet"
 
@@ -50,12 +58,23 @@ def ways_words(ways: dict[str, int]) -> list[str]:
     return [f"{count(sum(ways.values()), 'choice')}: {', '.join(parts)}."] if parts else []
 
 
+def elsewhere_words(decisions: Iterable[Decision]) -> list[str]:
+    """A sentence on kernels that were not checked at the shapes at hand; none where all were."""
+    where = {d.problem: d.elsewhere for d in decisions}
+    several = sum(map(bool, where.values()))
+    if not several:
+        return []
+    of = f"{several} of {count(len(where), 'kernel')}" if len(where) > 1 else "the kernel"
+    said = "serve" if several > 1 else "serves"
+    return [f"{of[0].upper()}{of[1:]} {said} several shapes, and all elements were checked at others: explain says at which."]
+
+
 def chosen_of(decision: Decision, target: Target | None = None) -> Choice:
     """The candidate that does a product; with a target, what the cost model expects of it there."""
     kernel = decision.kernel
-    expected = _predicted(decision, kernel.candidate, kernel.schedule, target)
-    us, recalled = decision.time_us, decision.recalled
-    return Choice(kernel.candidate, str(kernel.schedule), us, expected, recalled, decision.provisional)
+    expected = predicted_us(decision, kernel.candidate, kernel.schedule, target)
+    us, recalled, elsewhere = decision.time_us, decision.recalled, decision.elsewhere
+    return Choice(kernel.candidate, str(kernel.schedule), us, expected, recalled, decision.provisional, elsewhere)
 
 
 def rejected_of(decision: Decision, target: Target | None = None) -> list[RejectedChoice]:
@@ -63,7 +82,7 @@ def rejected_of(decision: Decision, target: Target | None = None) -> list[Reject
     chosen, found = decision.kernel, list[RejectedChoice]()
     for r in decision.rejected:
         known = bool(r.schedule.knobs) or r.time_us is not None
-        expected = _predicted(decision, r.candidate, r.schedule, target) if known else None
+        expected = predicted_us(decision, r.candidate, r.schedule, target) if known else None
         other = r.schedule.knobs if r.candidate == chosen.candidate else ()
         differs = Schedule(tuple(k for k in other if k not in chosen.schedule.knobs))
         found.append(RejectedChoice(r.candidate, r.why, r.time_us, settings(r.schedule), expected, r.kind, settings(differs)))
@@ -75,13 +94,18 @@ def settings(schedule: Schedule) -> str:
     return str(schedule) if schedule.knobs else ""
 
 
-def _predicted(decision: Decision, name: str, schedule: Schedule, target: Target | None) -> float | None:
+def predicted_us(decision: Decision, name: str, schedule: Schedule, target: Target | None) -> float | None:
     """The time in µs that the cost model expects; None where it knows nothing of the candidate or of its settings."""
+    return predicted_of(decision.problem, name, schedule, target)
+
+
+def predicted_of(problem: AnyProblem, name: str, schedule: Schedule, target: Target | None) -> float | None:
+    """The time in µs that the cost model expects of a candidate's point for a problem; None where it knows nothing of it."""
     candidate = next((c for c in discover() if c.name == name), None)
     if candidate is None or target is None:
         return None
     try:
-        expected = predict(candidate, decision.problem, schedule, target)
+        expected = predict(candidate, problem, schedule, target)
     except Exception:  # the candidate's own account, of a point that it cannot build
         return None
     return None if expected is None else round(float(expected), 3)
@@ -120,6 +144,24 @@ def attribution(steps: Sequence[Step]) -> dict[str, dict[str, int]]:
     return {kind: dict(found[kind].most_common()) for kind in (*_PRODUCTS, "other") if kind in found}
 
 
+def is_generated(kernel: Kernel) -> bool:
+    """Tell whether a kernel was generated, whole or in all its parts."""
+    generated = {c.name for c in discover() if c.preference < MATRIX_LIBRARIES.start}
+    return kernel.candidate in generated or (bool(kernel.parts) and all(who in generated for _, who in kernel.parts))
+
+
+def why_not_generated(decision: Decision, kind: str) -> str:
+    """The sentence that stopped the generated kernel that came furthest on a kind of device: one that was timed, else the
+    general one; "" where none was asked."""
+    generated = {c.name for c in discover(kind=kind) if c.preference < MATRIX_LIBRARIES.start}
+    return _why_none_of(generated, fastest_first(decision.rejected))
+
+
+def fastest_first(rejected: Sequence[Rejected]) -> list[Rejected]:
+    """Those that were timed in the order of their times, then the others as they were considered."""
+    return sorted(rejected, key=lambda r: math.inf if r.time_us is None else r.time_us)
+
+
 def attribution_words(steps: Sequence[Step], kind: str) -> list[str]:
     """The same in sentences, on a kind of device; those done by a library say what kept the generated kernels from it."""
     generated = {c.name for c in discover(kind=kind) if c.preference < MATRIX_LIBRARIES.start}
@@ -140,16 +182,16 @@ def _reasons(steps: Sequence[Step], kind: str, by: dict[str, int], generated: se
     for name in by:
         if name in generated:
             continue
-        why = Counter(_why_not_generated(s, generated) for s in steps if s.kind == kind and s.candidate == name)
+        why = Counter(_why_none_of(generated, s.rejected) for s in steps if s.kind == kind and s.candidate == name)
         reason = next((w for w, _ in why.most_common() if w), "")
         if reason:
             found.append((name, reason))
     return found
 
 
-def _why_not_generated(step: Step, generated: set[str]) -> str:
-    """The sentence that stopped the generated kernel that came furthest: one that was timed, else the general one."""
-    own = [r for r in step.rejected if r.candidate in generated]
+def _why_none_of(generated: set[str], rejected: Iterable[Rejected | schema.Rejected]) -> str:
+    """The sentence that stopped the generated kernel that came furthest: the first that was timed, else the general one."""
+    own = [r for r in rejected if r.candidate in generated]
     timed = next((r for r in own if r.kind in ("slower", "tie")), None)
     if timed is not None:
         return f"the generated kernel is {timed.why}"

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 
-from tilewright.ir.anchor import ANCHORS
-from tilewright.ir.graph import Node
+from tilewright.ir.anchor import ANCHORS, operands_of
+from tilewright.ir.graph import Node, toposort
 from tilewright.ir.ops import (
     ALIASES,
+    Attention,
     Call,
     Concat,
     Const,
@@ -21,9 +22,12 @@ from tilewright.ir.ops import (
     maker_of,
 )
 from tilewright.ir.shown import op_name
+from tilewright.report.explain.names import step_names
 from tilewright.report.measure.work import describe
 from tilewright.report.schema import Finding
-from tilewright.runtime.executable import Executable, Step
+from tilewright.report.words import listing
+from tilewright.runtime.executable import Executable
+from tilewright.runtime.steps import Step
 from tilewright.schedule.candidate import LAST_RESORT, discover
 from tilewright.schedule.problem import FusionProblem
 from tilewright.schedule.search import Decision
@@ -43,8 +47,9 @@ class Reasons:
                 self._readers.setdefault(s, []).append(node)
 
     def near_misses(self, node: Node) -> list[str]:
-        """The sentences of rules that recognised the node and left it."""
-        return list(self._account.left.get(node, ()))
+        """The sentences of rules that recognised the node and left it; of an attention also that it dequantises codes."""
+        codes = multiplied_as_floats(node)
+        return [*self._account.left.get(node, ()), *([codes] if codes else [])]
 
     def rules(self, anchor: Node) -> list[str]:
         """The rules that made a gemm or attention what it is, in the order in which they fired."""
@@ -82,8 +87,8 @@ class Reasons:
             return f"no rule folds {op_name(node)} into a {name} here"
         reads = ", ".join(dict.fromkeys(op_name(r) for r in self._past_views(node)))
         return (
-            f"absorb elementwise into store: others read the {several[0].op.name} too; store every elementwise tail: what it "
-            f"gives need not be written, since only {reads or 'nothing'} reads it"
+            f"others read the {several[0].op.name} before it, too, so it cannot take its place; "
+            f"nor is it stored beside that, as only {reads or 'nothing'} reads it"
         )
 
     def _past_views(self, node: Node) -> list[Node]:
@@ -99,21 +104,35 @@ class Reasons:
         return found
 
 
+def multiplied_as_floats(node: Node) -> str | None:
+    """The sentence that an attention multiplies integer codes as floats, and why; None of anything else."""
+    if not isinstance(node.op, Attention):
+        return None
+
+    def integer(root: Node) -> bool:
+        return any(isinstance(n.op, Dequantize) and n.src[0].dtype.is_integer for n in toposort((root,)))
+
+    names = ("queries", "keys", "values")
+    found = [n for n, root in zip(names, operands_of(node), strict=False) if integer(root)]
+    said = f"{listing(found)} are integer codes, dequantised and multiplied as floats: no attention kernel multiplies integers"
+    return said if found else None
+
+
 def not_read_through(node: Node) -> str:
     """The sentence why a product's operand is not read through a node that makes it."""
-    return f"read operand through views and casts: {op_name(node)} is no view, dequantisation or widening cast"
+    return f"operands are read through some operations, but {op_name(node)} is no view, dequantisation or widening cast"
 
 
 def unfused(program: Executable, reasons: Reasons, cost_us: Mapping[int, float]) -> list[Finding]:
     """Steps that only quantise, dequantise, convert or move data; `cost_us` by index of the step."""
     return [
-        Finding(describe(step), step.name, reasons.why(_representative(step)), cost_us.get(i))
-        for i, step in enumerate(program.steps)
+        Finding(describe(step), name, reasons.why(representative(step)), cost_us.get(i))
+        for i, (name, step) in enumerate(zip(step_names(program), program.steps, strict=True))
         if step.part.unfused
     ]
 
 
-def _representative(step: Step) -> Node:
+def representative(step: Step) -> Node:
     """The node of an unfused step that makes it one."""
     working = [n for n in step.part.nodes if not isinstance(n.op, (*ALIASES, Const))] or list(step.part.nodes)
     return next((n for n in working if isinstance(n.op, Quantize)), working[0])
@@ -124,10 +143,10 @@ def fallback(program: Executable, cost_us: Mapping[int, float]) -> list[Finding]
     operations in the source's own library, and the front end's notes."""
     last_resort = {c.name for c in discover(kind=program.target.kind) if c.preference >= LAST_RESORT}
     found: list[Finding] = []
-    for i, step in enumerate(program.steps):
+    for i, (name, step) in enumerate(zip(step_names(program), program.steps, strict=True)):
         if step.decision is not None:
             whys = [_last_resort(step.decision, last_resort, program.target.kind), _wrong(step.decision)]
-            found += [Finding(describe(step), step.name, why, cost_us.get(i)) for why in whys if why is not None]
+            found += [Finding(describe(step), name, why, cost_us.get(i)) for why in whys if why is not None]
         calls = [n.op for n in step.part.nodes if isinstance(n.op, Call)]
         if calls:
             op = ", ".join(dict.fromkeys(c.target for c in calls))
@@ -136,7 +155,7 @@ def fallback(program: Executable, cost_us: Mapping[int, float]) -> list[Finding]
             if step.within:
                 steps = " and ".join(str(len(p.steps)) for p in step.within)
                 why += f" as the data says, its regions as programs of {steps} steps"
-            found.append(Finding(op, step.name, why, cost_us.get(i)))
+            found.append(Finding(op, name, why, cost_us.get(i)))
             found += [x for p in step.within for x in fallback(p, {})]
     found += [Finding("note", program.source.name, note, None) for note in program.source.notes]
     return found
@@ -146,17 +165,21 @@ def _last_resort(decision: Decision, last_resort: Collection[str], kind: str) ->
     """The sentence on what a step leaves to the reference, and what kept all others from it; None if nothing."""
     problem, kernel = decision.problem, decision.kernel
     said = [r for r in decision.rejected if r.time_us is None or not isinstance(problem, FusionProblem)]
-    refused = "; ".join(f"{r}: {r.why}" for r in said)
+    refused = "; ".join(f"{r}: {r.why}" for r in said if r.kind != "untried")
+    left = "; ".join(f"{r}: {r.why}" for r in said if r.kind == "untried")
+    either = "; ".join(filter(None, (refused, left)))
     if kernel.candidate not in last_resort:
         slow = [_PARTS[what] for what, who in kernel.parts if who in last_resort]
         return (
-            f"{kernel.candidate} leaves its {' and '.join(dict.fromkeys(slow))} to the reference ({refused})" if slow else None
+            f"{kernel.candidate} leaves its {' and '.join(dict.fromkeys(slow))} to the reference ({either})" if slow else None
         )
     if not isinstance(problem, FusionProblem):
-        return f"no kernel takes it ({refused})" if refused else "no kernel takes it"
+        takes = f"no kernel takes it ({refused})" if refused else "no kernel takes it"
+        tried = f"no kernel that was tried takes it ({refused})" if refused else "no kernel was tried"
+        return f"{tried}; {left}" if left else takes
     unchecked = any(r.kind == "unchecked" for r in said)
-    if refused and not problem.only_views and (kind == "cpu" or unchecked):
-        return f"torch runs it operation by operation ({refused})"
+    if either and not problem.only_views and (kind == "cpu" or unchecked):
+        return f"torch runs it operation by operation ({either})"
     return None
 
 

@@ -56,9 +56,14 @@ def comments(report: Read) -> str:
 
 
 def outputs(graph: Graph, results: Sequence[Value]) -> list[Output]:
-    """A line for each result of a program."""
-    named = zip(graph.output_names, graph.outputs, results, strict=True)
-    return [_output(name, ", ".join(map(str, tensor_types(node))), value) for name, node, value in named]
+    """A line for each result of a program; on a mesh `results` may be whole where the graph has a rank's part."""
+    found: list[Output] = []
+    for name, node, value in zip(graph.output_names, graph.outputs, results, strict=True):
+        types = tensor_types(node)
+        if isinstance(value, torch.Tensor) and len(types) == 1 and value.dim() == types[0].rank:
+            types = [types[0].with_shape(value.shape)]
+        found.append(_output(name, ", ".join(map(str, types)), value))
+    return found
 
 
 def _output(name: str, type: str, value: Value) -> Output:

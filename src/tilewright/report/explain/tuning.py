@@ -1,14 +1,12 @@
-"""The accounts of `tune` and `cache info`."""
+"""The account of `tune`."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
-from datetime import UTC, datetime
 
 from tilewright.report.explain.choices import settings, way_of
 from tilewright.report.program import target_name
-from tilewright.report.schema import CacheInfo, LostCandidate, Tune, Tuned
+from tilewright.report.schema import Tune, Tuned
 from tilewright.runtime.executable import Executable
 from tilewright.schedule.cache import Cache
 from tilewright.schedule.search import Decision
@@ -43,30 +41,3 @@ def _tuned(decision: Decision, steps: int) -> Tuned:
         steps,
         decision.provisional,
     )
-
-
-def describe_cache(cache: Cache | None) -> CacheInfo:
-    """Describe the records that are kept, and where."""
-    if cache is None:
-        return CacheInfo(None, "there is no folder for it", 0, 0, {}, {}, None, None)
-    records = cache.records()
-    made = sorted(r.made_s for r in records)
-    return CacheInfo(
-        path=None if cache.file is None else str(cache.file),
-        unusable=cache.unusable,
-        records=len(records),
-        bytes=cache.bytes(),
-        by_chip=_counted([r.key.chip for r in records]),
-        by_version=_counted([r.key.tilewright for r in records]),
-        oldest=_time(made[0]) if made else None,
-        newest=_time(made[-1]) if made else None,
-        refused=[LostCandidate(r.candidate, r.problem, r.why, _time(r.made_s)) for r in cache.lost()],
-    )
-
-
-def _counted(names: Sequence[str]) -> dict[str, int]:
-    return dict(Counter(names).most_common())
-
-
-def _time(seconds: float) -> str:
-    return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="seconds")

@@ -3,11 +3,11 @@ written."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from tilewright.ir.anchor import acc_of, operands_of, stores_of
 from tilewright.ir.expression import depends_on_acc
-from tilewright.ir.graph import Graph, Node, toposort
+from tilewright.ir.graph import Node, toposort
 from tilewright.ir.ops import (
     Acc,
     Attention,
@@ -28,14 +28,15 @@ from tilewright.ir.ops import (
 )
 from tilewright.ir.text import print_expression
 from tilewright.ir.types import Shape, TensorType
+from tilewright.report.words import ranged
 
 SIGNS = {"add": "+", "subtract": "-", "multiply": "*", "divide": "/"}
 COMMUTES = frozenset({"add", "multiply", "maximum", "minimum"})
 ATTENTION_OPERANDS = ("q", "k", "v", "mask")
 
 
-def source_name(node: Node, graph: Graph) -> str:
-    """The name in the program of a value that a product reads: an input, a constant, or the operation that computes it."""
+def source_name(node: Node, names: Mapping[Node, str]) -> str:
+    """A value that a product reads: an input, a constant, or the operation that computes it with its name in `names`."""
     if isinstance(node.op, Input):
         return f"input {node.op.label}"
     if isinstance(node.op, Const):
@@ -43,21 +44,33 @@ def source_name(node: Node, graph: Graph) -> str:
             return f"{node.op.data.scalar():g}"
         return f"constant {node.op.data.label}" if node.op.data.label else "a constant"
     made_by = maker_of(node)
-    origin = graph.origins.get(node) or graph.origins.get(made_by)
-    name = made_by.op.fn if isinstance(made_by.op, Map) else made_by.op.name
-    shown = name if origin is None else f"{name} {origin}"
+    name = names.get(node) or names.get(made_by)
+    op = made_by.op.fn if isinstance(made_by.op, Map) else made_by.op.name
+    shown = op if name is None else f"{op} {name}"
     return f"{shown}, from constants alone" if node.constant else shown
 
 
-def operand_words(node: Node, graph: Graph) -> list[str]:
+def operand_words(node: Node, names: Mapping[Node, str]) -> list[str]:
     """A line for each operand of a gemm or attention: the stored tensor, then how it is read."""
-    names = ATTENTION_OPERANDS if isinstance(node.op, Attention) else ("left", "right")
+    called = ATTENTION_OPERANDS if isinstance(node.op, Attention) else ("left", "right")
     lines: list[str] = []
-    for name, root in zip(names, operands_of(node), strict=False):
+    for name, root in zip(called, operands_of(node), strict=False):
         read = [_reading(n) for n in _path(root)]
-        stored = " beside ".join(_stored(leaf, node, graph) for leaf in _leaves(root)) or _shown(root)
+        stored = _beside([_stored(leaf, node, names) for leaf in _leaves(root)]) or _shown(root)
         lines.append(f"{name}: {', '.join([stored, *read])}")
     return lines
+
+
+def _beside(stored: Sequence[str]) -> str:
+    """Several stored tensors; equal types once, with all their names."""
+    if len(stored) < 2 or any(" (" not in s for s in stored):
+        return " beside ".join(stored)
+    named: dict[str, list[str]] = {}
+    for s in stored:
+        kind, _, name = s.removesuffix(")").partition(" (")
+        named.setdefault(kind, []).append(name)
+    times = {kind: f"{len(names)} x " if len(names) > 1 else "" for kind, names in named.items()}
+    return " beside ".join(f"{times[kind]}{kind} ({ranged(names)})" for kind, names in named.items())
 
 
 def _path(root: Node) -> list[Node]:
@@ -76,10 +89,10 @@ def _leaves(root: Node) -> list[Node]:
     return _leaves(root.src[0]) if root.src else [root]
 
 
-def _stored(leaf: Node, node: Node, graph: Graph) -> str:
+def _stored(leaf: Node, node: Node, names: Mapping[Node, str]) -> str:
     if not isinstance(leaf.op, Param):
         return _shown(leaf)
-    return f"{leaf.type} ({source_name(node.src[leaf.op.index], graph)})"
+    return f"{leaf.type} ({source_name(node.src[leaf.op.index], names)})"
 
 
 def _reading(node: Node) -> str:
@@ -117,12 +130,12 @@ def _scale(scale: TensorType, shape: Shape, block: Shape | None) -> str:
     return "one scale a row" if varying == [len(shape) - 2] else f"scales of shape {_list(scale.shape)}"
 
 
-def store_words(node: Node, graph: Graph) -> list[tuple[list[str], str]]:
+def store_words(node: Node, names: Mapping[Node, str]) -> list[tuple[list[str], str]]:
     """The steps from the accumulator on, and what is written, for each store of a gemm or attention."""
-    return [_store(root, node, graph) for root in stores_of(node)]
+    return [_store(root, node, names) for root in stores_of(node)]
 
 
-def _store(root: Node, node: Node, graph: Graph) -> tuple[list[str], str]:
+def _store(root: Node, node: Node, names: Mapping[Node, str]) -> tuple[list[str], str]:
     written = str(root.type)
     views: list[str] = []
     while isinstance(root.op, (Reshape, Transpose)):
@@ -130,19 +143,31 @@ def _store(root: Node, node: Node, graph: Graph) -> tuple[list[str], str]:
         root = root.src[0]
     if views:
         written += f", written where the program wants it ({', '.join(reversed(views))})"
+    return _chain(root, node, names), written
+
+
+def inner_words(node: Node, names: Mapping[Node, str]) -> dict[str, list[str]]:
+    """The steps within an attention: of its "scores" before they are masked, of its "weights" before they multiply values."""
+    op = node.op
+    roots = {"scores": op.scores, "weights": op.weights} if isinstance(op, Attention) else {}
+    return {name: _chain(root, node, names) for name, root in roots.items() if root is not None}
+
+
+def _chain(root: Node, node: Node, names: Mapping[Node, str]) -> list[str]:
+    """The steps from the accumulator to an expression of it."""
     dependent = depends_on_acc((root,))
     steps: list[str] = []
     while not isinstance(root.op, Acc):
         inner = [s for s in root.src if s in dependent]
         if len(inner) != 1:
-            steps.append(_expression(root, node, graph))
+            steps.append(_expression(root, node, names))
             break
-        steps.append(_step(root, inner[0], node, graph))
+        steps.append(_step(root, inner[0], node, names))
         root = inner[0]
-    return steps[::-1], written
+    return steps[::-1]
 
 
-def _step(root: Node, inner: Node, node: Node, graph: Graph) -> str:
+def _step(root: Node, inner: Node, node: Node, names: Mapping[Node, str]) -> str:
     op = root.op
     if isinstance(op, Quantize) and root.src[0] is inner:
         zero = " and a zero point" if len(root.src) == 3 else ""
@@ -158,26 +183,26 @@ def _step(root: Node, inner: Node, node: Node, graph: Graph) -> str:
         return op.fn
     if isinstance(op, Map) and len(root.src) == 2:
         other = root.src[1] if root.src[0] is inner else root.src[0]
-        side = _side(other, node, graph)
+        side = _side(other, node, names)
         if root.src[0] is inner or op.fn in COMMUTES:
             return f"{SIGNS[op.fn]} {side}" if op.fn in SIGNS else f"{op.fn} with {side}"
         return f"{side} {SIGNS[op.fn]} it" if op.fn in SIGNS else f"{op.fn} of {side} and it"
-    return _expression(root, node, graph)
+    return _expression(root, node, names)
 
 
 _OVERFLOW = {"wrap": "wrapping", "saturate": "saturating", "ieee": "overflowing to infinity"}
 
 
-def _side(side: Node, node: Node, graph: Graph) -> str:
+def _side(side: Node, node: Node, names: Mapping[Node, str]) -> str:
     """A side input in an epilogue, its views and casts left out."""
     inner = side
     while isinstance(inner.op, (Convert, Reshape, Broadcast, Transpose)):
         inner = inner.src[0]
     if isinstance(inner.op, Param):
         source = node.src[inner.op.index]
-        name = source_name(source, graph)
+        name = source_name(source, names)
         return name if source.tensor.elements == 1 and isinstance(source.op, Const) else f"{inner.type} ({name})"
-    return _shown(inner) if isinstance(inner.op, Const) else _expression(inner, node, graph)
+    return _shown(inner) if isinstance(inner.op, Const) else _expression(inner, node, names)
 
 
 def _shown(leaf: Node) -> str:
@@ -186,12 +211,12 @@ def _shown(leaf: Node) -> str:
     return str(leaf.type)
 
 
-def _expression(root: Node, node: Node, graph: Graph) -> str:
-    names = {n: _shown(n) for n in toposort((root,)) if isinstance(n.op, Const)}
+def _expression(root: Node, node: Node, names: Mapping[Node, str]) -> str:
+    shown = {n: _shown(n) for n in toposort((root,)) if isinstance(n.op, Const)}
     for n in toposort((root,)):
         if isinstance(n.op, Param):
-            names[n] = f"<{source_name(node.src[n.op.index], graph)}>"
-    return print_expression(root, names)
+            shown[n] = f"<{source_name(node.src[n.op.index], names)}>"
+    return print_expression(root, shown)
 
 
 def _list(values: Sequence[int]) -> str:

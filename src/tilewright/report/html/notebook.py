@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from html import escape
 
+from tilewright.report.explain.names import step_names
 from tilewright.report.html.picture import picture
 from tilewright.report.measure.work import candidate_of, describe
 from tilewright.report.words import count, us
@@ -16,11 +17,11 @@ PROBLEM = 120  # characters of one
 def notebook(program: Executable) -> str:
     """The view as HTML that stands in somebody's page: no style or script of its own; names of the program are escaped."""
     rows: list[str] = []
-    for i, step in enumerate(program.steps[:MOST_STEPS]):
+    for i, (name, step) in enumerate(zip(step_names(program)[:MOST_STEPS], program.steps, strict=False)):
         problem, decision = describe(step), step.decision
         shown = problem if len(problem) <= PROBLEM else f"{problem[: PROBLEM - 1]}…"
         time = "" if decision is None or decision.time_us is None else us(decision.time_us)
-        cells = (str(i), step.name, step.part.kind, shown, candidate_of(step), time)
+        cells = (str(i), name, step.part.kind, shown, candidate_of(step), time)
         rows.append(f"<tr>{''.join(f'<td>{escape(c)}</td>' for c in cells)}</tr>")
     heads = "".join(f"<th>{h}</th>" for h in ("", "step", "kind", "problem", "candidate", "µs when it was chosen"))
     more = len(program.steps) - MOST_STEPS

@@ -1,16 +1,10 @@
-"""A graph as an SVG picture: boxes in layers from inputs to results, an arrow for each value read.
-
-Layers, then order, then place, after Sugiyama, Tagawa and Toda 1981 (IEEE Trans. SMC 11, 109-125): a node lies below what it
-reads; each layer is sorted by the mean place of its neighbours; and boxes move towards their neighbours as far as those beside
-them allow. An arrow over several layers passes through a narrow place of its own in each, so that it crosses no box.
-"""
+"""A graph as an SVG picture: boxes in layers from inputs to results, an arrow for each value read."""
 
 from __future__ import annotations
 
 import textwrap
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from itertools import pairwise
+from dataclasses import dataclass
 from pathlib import Path
 from xml.sax.saxutils import escape
 
@@ -37,16 +31,16 @@ from tilewright.ir.ops import (
 )
 from tilewright.ir.shown import op_name
 from tilewright.ir.text import print_with_literals
+from tilewright.report.html.layered import Box, Gaps, curve, join, lay_out
 from tilewright.report.measure.inputs import write_npz
 from tilewright.report.program import tensor_types
 from tilewright.schedule.problem import problem_of
 
 MOST_NODES = 150
-SWEEPS = 8
 CHARACTER, LINE, PADDING = 6.65, 15, 8
 WRAP = 44
-GAP, LAYER_GAP, MARGIN, HEAD = 22, 38, 24, 62
-PASSAGE = 6  # width of the place that an arrow takes in a layer it passes
+MARGIN = 24
+GAPS = Gaps(beside=22, below=38, margin=MARGIN, head=62)
 
 # Fill and stroke of a box.
 _COLOURS: dict[str, tuple[str, str]] = {
@@ -68,27 +62,19 @@ _FAMILIES: tuple[tuple[str, tuple[type, ...]], ...] = (
 )
 
 
-@dataclass(eq=False)
-class _Box:
-    """Something that takes room in a layer: a node, a result of the program, or (without lines) an arrow passing through."""
+@dataclass(eq=False, kw_only=True)
+class _Box(Box):
+    """A node, or a result of the program: its lines, its family, and where it stands in the source."""
 
     lines: tuple[str, ...]
     family: str
     tip: str = ""
-    sources: list[_Box] = field(default_factory=list["_Box"])
-    readers: list[_Box] = field(default_factory=list["_Box"])
-    layer: int = 0
-    x: float = 0.0  # of its middle
-    y: float = 0.0  # of its upper edge
-    layer_height: float = 0.0
 
-    @property
-    def width(self) -> float:
-        return max(len(line) for line in self.lines) * CHARACTER + 2 * PADDING if self.lines else PASSAGE
 
-    @property
-    def height(self) -> float:
-        return len(self.lines) * LINE + 2 * PADDING - 3 if self.lines else self.layer_height
+def _sized(lines: Sequence[str], family: str, tip: str = "") -> _Box:
+    """A box with room for its lines."""
+    width = max(len(line) for line in lines) * CHARACTER + 2 * PADDING
+    return _Box(width, len(lines) * LINE + 2 * PADDING - 3, lines=tuple(lines), family=family, tip=tip)
 
 
 def picture(graph: Graph, title: str) -> str:
@@ -100,11 +86,7 @@ def picture(graph: Graph, title: str) -> str:
     shown = [n for n in graph.nodes() if not n.constant and not isinstance(n.op, Item)]
     left_out = len(shown) - MOST_NODES
     boxes = _boxes(graph, shown[:MOST_NODES])
-    layers = _layers(boxes)
-    _sort(layers)
-    _place(layers)
-    width = max((b.x + b.width / 2 for b in boxes), default=0.0) + MARGIN
-    height = max((b.y + b.height for b in boxes), default=float(HEAD)) + MARGIN
+    width, height = lay_out(boxes, GAPS)
     note = f"the first {MOST_NODES} of {len(shown):,} nodes; the text beside this picture has all" if left_out > 0 else ""
     return _svg(boxes, title, note, max(width, 760.0), height)
 
@@ -142,22 +124,17 @@ def _boxes(graph: Graph, nodes: Sequence[Node]) -> list[_Box]:
     made: dict[Node, _Box] = {}
     for node in nodes:
         family = next((name for name, ops in _FAMILIES if isinstance(node.op, ops)), "elementwise")
-        made[node] = _Box(tuple(_lines(node)), family, graph.origins.get(node, ""))
+        made[node] = _sized(_lines(node), family, graph.origins.get(node, ""))
         for source in dict.fromkeys(map(maker_of, node.src)):
             if source in made:
-                _join(made[source], made[node])
+                join(made[source], made[node])
     found = list(made.values())
     for name, node in zip(graph.output_names, graph.outputs, strict=True):
         maker = maker_of(node)
         if maker in made:
-            found.append(_Box((_cut(name), str(node.type)), "input, result"))
-            _join(made[maker], found[-1])
+            found.append(_sized((_cut(name), str(node.type)), "input, result"))
+            join(made[maker], found[-1])
     return found
-
-
-def _join(source: _Box, reader: _Box) -> None:
-    source.readers.append(reader)
-    reader.sources.append(source)
 
 
 def _lines(node: Node) -> list[str]:
@@ -184,95 +161,6 @@ def _cut(text: str, most: int = WRAP) -> str:
     return text if len(text) <= most else f"…{text[len(text) - max(most, 8) + 1 :]}"
 
 
-def _layers(boxes: Sequence[_Box]) -> list[list[_Box]]:
-    """The boxes by layer, sources first, with passages for long arrows; inputs as low as their first reader allows."""
-    for b in boxes:  # sources stand first
-        b.layer = max((a.layer + 1 for a in b.sources), default=0)
-    for b in reversed(boxes):
-        if not b.sources and b.readers:
-            b.layer = min(c.layer for c in b.readers) - 1
-    layers: list[list[_Box]] = [[] for _ in range(max((b.layer for b in boxes), default=-1) + 1)]
-    for b in boxes:
-        layers[b.layer].append(b)
-    for b in boxes:
-        for reader in list(b.readers):
-            _lengthen(b, reader, layers)
-    return layers
-
-
-def _lengthen(source: _Box, reader: _Box, layers: list[list[_Box]]) -> None:
-    """Lead the arrow between two boxes through every layer in between."""
-    if reader.layer - source.layer < 2:
-        return
-    source.readers.remove(reader)
-    reader.sources.remove(source)
-    last = source
-    for layer in range(source.layer + 1, reader.layer):
-        passage = _Box((), "passage", layer=layer)
-        layers[layer].append(passage)
-        _join(last, passage)
-        last = passage
-    _join(last, reader)
-
-
-def _sort(layers: Sequence[list[_Box]]) -> None:
-    """Order each layer by where its neighbours stand, downwards and upwards in turn."""
-    place = {b: float(i) for layer in layers for i, b in enumerate(layer)}
-    for sweep in range(SWEEPS):
-        down = sweep % 2 == 0
-        for layer in layers if down else reversed(layers):
-            wanted: dict[_Box, float] = {}
-            for b in layer:
-                near = b.sources if down else b.readers
-                wanted[b] = sum(place[n] for n in near) / len(near) if near else place[b]
-            layer.sort(key=wanted.__getitem__)
-            place.update((b, float(i)) for i, b in enumerate(layer))
-
-
-def _place(layers: Sequence[list[_Box]]) -> None:
-    """Coordinates: layers below each other, and in each the boxes as near to their neighbours as their order allows."""
-    y = float(HEAD)
-    for layer in layers:
-        x = 0.0
-        for b in layer:
-            b.x, b.y = x + b.width / 2, y
-            x += b.width + GAP
-        tallest = max(b.height for b in layer)
-        for b in layer:
-            b.layer_height = tallest
-        y += tallest + LAYER_GAP
-    for sweep in range(2 * SWEEPS):
-        down = sweep % 2 == 0
-        for layer in layers if down else reversed(layers):
-            targets: list[float] = []
-            for b in layer:
-                near = (b.sources or b.readers) if down else (b.readers or b.sources)
-                targets.append(sum(n.x for n in near) / len(near) if near else b.x)
-            _spread(layer, targets)
-    shift = MARGIN - min((b.x - b.width / 2 for layer in layers for b in layer), default=0.0)
-    for layer in layers:
-        for b in layer:
-            b.x += shift
-
-
-def _spread(layer: Sequence[_Box], targets: Sequence[float]) -> None:
-    """The places nearest to the targets, by least squares, that keep the order and the gaps: neighbours that would overlap move
-    as one block to the mean of what its members want."""
-    offsets = [0.0]
-    for a, b in pairwise(layer):
-        offsets.append(offsets[-1] + (a.width + b.width) / 2 + GAP)
-    blocks: list[tuple[float, int]] = []  # the sum of what the members want, how many they are
-    for target, offset in zip(targets, offsets, strict=False):
-        total, members = target - offset, 1
-        while blocks and blocks[-1][0] / blocks[-1][1] > total / members:
-            before = blocks.pop()
-            total, members = total + before[0], members + before[1]
-        blocks.append((total, members))
-    starts = [total / members for total, members in blocks for _ in range(members)]
-    for b, start, offset in zip(layer, starts, offsets, strict=False):
-        b.x = start + offset
-
-
 def _svg(boxes: Sequence[_Box], title: str, note: str, width: float, height: float) -> str:
     size = f'width="{width:.0f}" height="{height:.0f}" viewBox="0 0 {width:.0f} {height:.0f}"'
     parts = [
@@ -285,7 +173,11 @@ def _svg(boxes: Sequence[_Box], title: str, note: str, width: float, height: flo
     ]
     if note:
         parts.append(f'<text x="{MARGIN + len(title) * 8.5 + 20:.0f}" y="22" fill="#b3261e">{_xml(note)}</text>')
-    parts += [_arrow(b, reader) for b in boxes for reader in b.readers]
+    parts += [
+        f'<path d="{curve(b, reader)}" fill="none" stroke="#7a828e" stroke-width="1.1" marker-end="url(#tip)"/>'
+        for b in boxes
+        for reader in b.readers
+    ]
     parts += [_box(b) for b in boxes]
     return "\n".join([*parts, "</svg>", ""])
 
@@ -298,21 +190,6 @@ def _legend() -> list[str]:
         parts.append(f'<text x="{x + 16:.0f}" y="43" font-size="10" fill="#5f6672">{name}</text>')
         x += 16 + len(name) * 6.1 + 14
     return parts
-
-
-def _arrow(source: _Box, reader: _Box) -> str:
-    """A curve from a box down to its reader, through the passages between them."""
-    x, y = source.x, source.y + source.height
-    path = f"M{x:.1f} {y:.1f}"
-    while True:
-        middle = (y + reader.y) / 2
-        path += f" C{x:.1f} {middle:.1f} {reader.x:.1f} {middle:.1f} {reader.x:.1f} {reader.y:.1f}"
-        if reader.lines:
-            break
-        x, y = reader.x, reader.y + reader.height
-        path += f" V{y:.1f}"
-        reader = reader.readers[0]
-    return f'<path d="{path}" fill="none" stroke="#7a828e" stroke-width="1.1" marker-end="url(#tip)"/>'
 
 
 def _box(b: _Box) -> str:

@@ -1,106 +1,155 @@
-"""The roofline: steps by arithmetic intensity and rate against what the machine was measured to reach, as SVG."""
+"""The roofline: distinct steps by arithmetic intensity and rate against what the machine was measured to reach."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from html import escape
 
-# A shape and a colour for each kind of step, so that neither alone tells them apart; colours are CSS variables of the page.
-SHAPES = {
-    "gemm": "circle",
-    "attention": "square",
-    "norm": "triangle",
-    "softmax": "diamond",
-    "elementwise": "cross",
-    "quantize": "star",
-    "reduce": "drop",
-    "call": "hexagon",
-    "gather": "plus",
-}
-_OUTLINES = {
-    "square": "-5,-5 5,-5 5,5 -5,5",
-    "triangle": "0,-6.5 6,5 -6,5",
-    "drop": "0,6.5 6,-5 -6,-5",
-    "diamond": "0,-7 6,0 0,7 -6,0",
-    "hexagon": "6,0 3,5.2 -3,5.2 -6,0 -3,-5.2 3,-5.2",
-    "star": "0,-7 2,-2 7,-2 3,1.5 4.5,7 0,3.5 -4.5,7 -3,1.5 -7,-2 -2,-2",
-    "plus": "-2,-6 2,-6 2,-2 6,-2 6,2 2,2 2,6 -2,6 -2,2 -6,2 -6,-2 -2,-2",
-    "cross": "-6,-3.2 -3.2,-6 0,-2.8 3.2,-6 6,-3.2 2.8,0 6,3.2 3.2,6 0,2.8 -3.2,6 -6,3.2 -2.8,0",
-}
+LABEL_GAP, CHARACTER = 14.0, 6.6  # between the lines of labels; the width of a character
+
+
+@dataclass(frozen=True)
+class Size:
+    """A picture's size, and the room for labels on its left and right; `name` is the class by which the page shows it."""
+
+    name: str
+    width: float
+    height: float
+    left: float
+    right: float
+
+
+WIDE, SMALL = Size("wide", 1000, 520, 62, 116), Size("small", 380, 420, 50, 96)
+ABOVE, BELOW = 16.0, 48.0
 
 
 @dataclass(frozen=True)
 class Point:
-    """A step: operations a byte, 1e9 operations a second, its kind, what it is called, and its number in the table."""
+    """A step: operations a byte, 1e9 operations a second, its kind, what it is called, and the key of its row."""
 
     intensity: float
     gops: float
     kind: str
     title: str
-    step: int
+    key: int
 
 
 @dataclass(frozen=True)
-class _Axes:
-    width: int
-    height: int
-    left: int
-    right: int
-    x: tuple[float, float]
-    y: tuple[float, float]
+class Placed:
+    """A point in the picture."""
 
-    def at(self, intensity: float, gops: float) -> tuple[float, float]:
-        """The position of a value, in the picture's own units."""
-        across = (math.log10(intensity) - self.x[0]) / (self.x[1] - self.x[0])
-        up = (math.log10(gops) - self.y[0]) / (self.y[1] - self.y[0])
-        below, above = 52, 16
-        return self.left + across * (self.width - self.left - self.right), self.height - below - up * (
-            self.height - below - above
-        )
+    x: float
+    y: float
+    kind: str
+    title: str
+    key: int
 
 
-def marker(kind: str) -> str:
-    """The symbol of a kind, about the origin."""
-    shape = SHAPES.get(kind, "circle")
-    if shape == "circle":
-        return f'<circle class="k-{_class(kind)}" r="5.5"/>'
-    return f'<polygon class="k-{_class(kind)}" points="{_OUTLINES[shape]}"/>'
+@dataclass(frozen=True)
+class Roof:
+    """The line of a matrix unit, from `x` to the right edge, and the height of its label."""
+
+    x: float
+    y: float
+    label_y: float
+    label: str
+    title: str
 
 
-def _class(kind: str) -> str:
-    return kind if kind in SHAPES else "other"
+@dataclass(frozen=True)
+class Memory:
+    """The line of the memory, and the middle and slope (degrees) of its label."""
+
+    path: str
+    x: float
+    y: float
+    slope: float
+    label: str
+    title: str
 
 
-def roofline(points: Sequence[Point], peaks: Mapping[str, float], gbps: float, width: int, height: int) -> str:
-    """The picture.
+@dataclass(frozen=True)
+class Roofline:
+    """The picture: lines of the grid with their labels, roofs and points."""
+
+    size: str
+    width: float
+    height: float
+    left: float
+    right: float
+    top: float
+    bottom: float
+    across: list[tuple[float, str]]
+    up: list[tuple[float, str]]
+    memory: Memory | None
+    roofs: list[Roof]
+    points: list[Placed]
+
+
+def roofline(points: Sequence[Point], peaks: Mapping[str, float], gbps: float, size: Size) -> Roofline:
+    """The picture of some points.
+
+    Labels of roofs stand in a column on the right, where none touches another.
 
     Args:
-        points: one a step; each links to the row `step-N` of the page.
+        points: one for each distinct step.
         peaks: measured rate by operand type, in 1e9 operations a second.
         gbps: measured memory bandwidth, in 1e9 bytes a second.
-        width, height: of the view box.
+        size: of the picture.
     """
-    roofs = {name: rate for name, rate in peaks.items() if rate > 0}
-    rates = [*roofs.values(), *(p.gops for p in points)] or [1.0]
-    ridges = [rate / gbps for rate in roofs.values()] if gbps > 0 else []
-    across = [*ridges, *(p.intensity for p in points)] or [1.0]
-    wide = width >= 700
-    x = _range(across)
-    y = _range(rates)
-    axes = _Axes(width, height, 64 if wide else 44, 92 if wide else 14, x, y)
-    parts = [f'<svg class="roofline {"wide" if wide else "small"}" viewBox="0 0 {width} {height}" role="img" '
-             f'aria-label="Roofline: {len(points)} steps">']  # fmt: skip
-    parts += _grid(axes, wide)
-    parts += _roofs(axes, roofs, gbps, wide)
-    for p in points:
-        px, py = axes.at(p.intensity, p.gops)
-        parts.append(
-            f'<a href="#step-{p.step}"><g class="point" data-step="{p.step}" transform="translate({px:.1f} {py:.1f})">'
-            f"<title>{escape(p.title)}</title>{marker(p.kind)}</g></a>"
-        )
-    return "\n".join([*parts, "</svg>"])
+    peaks = {name: rate for name, rate in peaks.items() if rate > 0}
+    ridges = [rate / gbps for rate in peaks.values()] if gbps > 0 else []
+    x = _range([*ridges, *(p.intensity for p in points)] or [1.0])
+    y = _range([*peaks.values(), *(p.gops for p in points)] or [1.0])
+    left, right, top, bottom = size.left, size.width - size.right, ABOVE, size.height - BELOW
+
+    def at(intensity: float, gops: float) -> tuple[float, float]:
+        across = (math.log10(intensity) - x[0]) / (x[1] - x[0])
+        up = (math.log10(gops) - y[0]) / (y[1] - y[0])
+        return left + across * (right - left), bottom - up * (bottom - top)
+
+    low, high = (10 ** x[0], 10 ** y[0]), (10 ** x[1], 10 ** y[1])
+    ordered = sorted(peaks.items(), key=lambda item: -item[1])
+    heights = [at(low[0], rate)[1] for _, rate in ordered]
+    roofs = [
+        Roof(*at(min(max(rate / gbps, low[0]), high[0]) if gbps > 0 else low[0], rate), label_y, *_words(name, rate))
+        for (name, rate), label_y in zip(ordered, spread(heights, LABEL_GAP, top, bottom), strict=True)
+    ]
+    placed = [Placed(*at(p.intensity, p.gops), p.kind, p.title, p.key) for p in points]
+    end = min(max(peaks.values(), default=high[1]) / gbps, high[0]) if gbps > 0 else 0.0
+    return Roofline(
+        size.name,
+        size.width,
+        size.height,
+        left,
+        right,
+        top,
+        bottom,
+        across=[(at(10.0**e, low[1])[0], power(e)) for e in _decades(x)],
+        up=[(at(low[0], 10.0**e)[1], power(e)) for e in _decades(y)],
+        memory=_memory(at, gbps, low, end, placed) if gbps > 0 else None,
+        roofs=roofs,
+        points=placed,
+    )
+
+
+def _words(name: str, rate: float) -> tuple[str, str]:
+    """The label of a roof, and its title."""
+    shown = f"{rate:,.0f}" if rate < 10_000 else f"{rate / 1e3:,.0f}k"
+    return f"{name} {shown}", f"{name} products: {rate:,.1f} Gop/s measured"
+
+
+def spread(wanted: Sequence[float], gap: float, first: float, last: float) -> list[float]:
+    """Ascending places near those that are wanted, a gap apart at least, between the first and the last while there is room."""
+    places: list[float] = []
+    for place in wanted:
+        places.append(max(place, places[-1] + gap if places else first))
+    below = last
+    for i in range(len(places) - 1, -1, -1):
+        places[i] = min(places[i], below)
+        below = places[i] - gap
+    return places
 
 
 def _range(values: Sequence[float]) -> tuple[float, float]:
@@ -110,65 +159,42 @@ def _range(values: Sequence[float]) -> tuple[float, float]:
     return low - missing / 2, high + missing / 2
 
 
-def _grid(axes: _Axes, wide: bool) -> list[str]:
-    found: list[str] = []
-    x0, y0 = axes.at(10 ** axes.x[0], 10 ** axes.y[0])
-    x1, y1 = axes.at(10 ** axes.x[1], 10 ** axes.y[1])
-    for e in range(math.ceil(axes.x[0]), math.floor(axes.x[1]) + 1):
-        px, _ = axes.at(10.0**e, 10 ** axes.y[0])
-        found.append(f'<path class="grid" d="M{px:.1f} {y0:.1f}V{y1:.1f}"/>')
-        found.append(f'<text class="tick" x="{px:.1f}" y="{y0 + 16:.1f}" text-anchor="middle">{_power(e)}</text>')
-    for e in range(math.ceil(axes.y[0]), math.floor(axes.y[1]) + 1):
-        _, py = axes.at(10 ** axes.x[0], 10.0**e)
-        found.append(f'<path class="grid" d="M{x0:.1f} {py:.1f}H{x1:.1f}"/>')
-        found.append(f'<text class="tick" x="{x0 - 7:.1f}" y="{py + 4:.1f}" text-anchor="end">{_power(e)}</text>')
-    middle = (x0 + x1) / 2
-    label = "operations per byte of memory traffic" if wide else "operations per byte"
-    found.append(f'<text class="axis" x="{middle:.1f}" y="{y0 + 40:.1f}" text-anchor="middle">{label}</text>')
-    up = (y0 + y1) / 2
-    side = 14 if wide else 10
-    found.append(
-        f'<text class="axis" transform="translate({side} {up:.1f}) rotate(-90)" text-anchor="middle">Gop/s reached</text>'
-    )
-    return found
+def _decades(span: tuple[float, float]) -> range:
+    """The exponents in a range, so few that their labels have room."""
+    first, last = math.ceil(span[0]), math.floor(span[1])
+    return range(first, last + 1, 1 + (last - first) // 8)
 
 
-def _power(e: int) -> str:
-    return f"{10**e:,}" if 0 <= e <= 5 else f"{10.0**e:g}" if -3 <= e < 0 else f"1e{e}"
+def power(e: int) -> str:
+    """A power of ten, in five characters at most where it is of a size that machines reach."""
+    if e >= 0:
+        return f"{10 ** (e % 3)}{('', 'k', 'M', 'G')[e // 3]}" if e < 12 else f"1e{e}"
+    return f"{10.0**e:g}" if e >= -3 else f"1e{e}"
 
 
-def _roofs(axes: _Axes, roofs: Mapping[str, float], gbps: float, wide: bool) -> list[str]:
-    found: list[str] = []
-    last = 10 ** axes.x[1]
-    taken: list[float] = []
-    for name, rate in sorted(roofs.items(), key=lambda item: -item[1]):
-        ridge = max(rate / gbps, 10 ** axes.x[0]) if gbps > 0 else 10 ** axes.x[0]
-        bx, by = axes.at(min(ridge, last), rate)
-        ex, _ = axes.at(last, rate)
-        found.append(f'<path class="roof" d="M{bx:.1f} {by:.1f}H{ex:.1f}"><title>{escape(_rate(name, rate))}</title></path>')
-        ly = by + 4 if wide else by - 4
-        while any(abs(ly - t) < 13 for t in taken):
-            ly += 1
-        taken.append(ly)
-        where = f'x="{ex + 6:.1f}" text-anchor="start"' if wide else f'x="{ex:.1f}" text-anchor="end"'
-        found.append(f'<text class="rooflabel" y="{ly:.1f}" {where}>{escape(f"{name} {rate:,.0f}")}</text>')
-    if gbps > 0:
-        begin = 10 ** axes.x[0]
-        low = 10 ** axes.y[0]
-        start = (begin, gbps * begin) if gbps * begin >= low else (low / gbps, low)
-        highest = max(roofs.values(), default=10 ** axes.y[1])
-        end = min(highest / gbps, last)
-        if end > start[0]:
-            (sx, sy), (ex, ey) = axes.at(*start), axes.at(end, gbps * end)
-            found.append(
-                f'<path class="roof" d="M{sx:.1f} {sy:.1f}L{ex:.1f} {ey:.1f}"><title>memory: {gbps:,.1f} GB/s</title></path>'
-            )
-            slope = math.degrees(math.atan2(ey - sy, ex - sx))
-            mx, my = sx + 0.55 * (ex - sx), sy + 0.55 * (ey - sy)
-            place = f"translate({mx:.1f} {my - 6:.1f}) rotate({slope:.1f})"
-            found.append(f'<text class="rooflabel" transform="{place}">memory {gbps:,.0f} GB/s</text>')
-    return found
+def _memory(
+    at: Callable[[float, float], tuple[float, float]],
+    gbps: float,
+    low: tuple[float, float],
+    end: float,
+    points: Sequence[Placed],
+) -> Memory | None:
+    """The line of the memory, from where it enters the picture up to the highest roof; its label where fewest points are."""
+    begin = max(low[0], low[1] / gbps)
+    if end <= begin:
+        return None
+    (sx, sy), (ex, ey) = at(begin, gbps * begin), at(end, gbps * end)
+    label = f"memory {gbps:,.0f} GB/s"
+    length = math.hypot(ex - sx, ey - sy)
+    along, half = ((ex - sx) / length, (ey - sy) / length), len(label) * CHARACTER / 2
 
+    def crowd(t: float) -> int:
+        """The points that a label about this part of the line would cover."""
+        near = ((p.x - sx - t * (ex - sx), p.y - sy - t * (ey - sy)) for p in points)
+        return sum(abs(x * along[0] + y * along[1]) < half + 8 and -24 < y * along[0] - x * along[1] < 6 for x, y in near)
 
-def _rate(name: str, rate: float) -> str:
-    return f"{name} products: {rate:,.1f} Gop/s measured"
+    least = min((half + 16) / length, 0.5)
+    t = min((least + (1 - 2 * least) * i / 16 for i in (8, 6, 10, 4, 12, 2, 14, 0, 16)), key=crowd)
+    x, y = sx + t * (ex - sx) + 7 * along[1], sy + t * (ey - sy) - 7 * along[0]
+    slope = math.degrees(math.atan2(ey - sy, ex - sx))
+    return Memory(f"M{sx:.1f} {sy:.1f}L{ex:.1f} {ey:.1f}", x, y, slope, label, f"memory: {gbps:,.1f} GB/s")

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, cast
 
 import torch
 
+from tilewright.hardware.load import uncrowded
 from tilewright.ir.evaluate import evaluate
 from tilewright.ir.graph import Graph, Node
 from tilewright.ir.ops import Gemm
@@ -62,6 +63,7 @@ def accuracy(source: Graph, program: Executable, layers: Sequence[Made], feeds: 
     return Accuracy(losses, outputs)
 
 
+@uncrowded()
 def _sampled(graph: Graph, inputs: Sequence[torch.Tensor], nodes: set[Node]) -> tuple[Mapping[Node, torch.Tensor], list[Value]]:
     """Some rows of what `nodes` give, and the outputs."""
     seen: dict[Node, torch.Tensor] = {}

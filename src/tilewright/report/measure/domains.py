@@ -127,6 +127,6 @@ def _scales(node: Node) -> list[Node]:
     """The sources of a node that scale a quantisation, in the node itself or in an expression it carries."""
     if isinstance(node.op, (Quantize, Dequantize)):
         return [node.src[1]]
-    inner = toposort(root for roots in node.op.regions().values() for root in roots)
+    inner = toposort(node.op.region_roots())
     under = toposort(n.src[1] for n in inner if isinstance(n.op, (Quantize, Dequantize)))
     return [node.src[n.op.index] for n in under if isinstance(n.op, Param)]

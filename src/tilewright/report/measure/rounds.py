@@ -7,8 +7,8 @@ while it is not asked anything: threads that spin after their work would slow th
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import json
+import math
 import os
 import random
 import select
@@ -21,19 +21,28 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
+from tilewright import children
+
 if TYPE_CHECKING:
     import numpy as np
 
 # One that is this many times slower than the best in the first two rounds keeps those figures and sits the others out.
 OUTCLASSED = 3.0
-PREPARED_S = 600.0  # a contender that is not ready by then, or whose turn lasts longer, is out
-PR_SET_PDEATHSIG = 1  # of <sys/prctl.h>: the signal a process gets when its parent ends
+PREPARED_S = 600.0  # a contender that is not ready by then, or whose turn lasts longer, is out; where nothing else is said
+SILENT = "no answer in"
+READY = "ready"  # the answer of one that is, and what there is to say of it behind a tab
 
 
 class Contender(Protocol):
-    """Somebody who takes turns."""
+    """Somebody who takes turns.
+
+    Attributes:
+        name: its name.
+        note: what it says of how it prepared, "" if nothing.
+    """
 
     name: str
+    note: str
 
     def take(self, case: Any, result: Path | None = None) -> str | None:
         """None once it has run the case, else why it cannot. The result, if asked for, is written as .npy of float64."""
@@ -47,8 +56,11 @@ class Contender(Protocol):
 class Here:
     """The contender in this process, which is ready: others are held while it runs, it waits while they do."""
 
+    name: str
+    note: str
+
     def __init__(self, name: str, run: Callable[[], Any]) -> None:
-        self.name = name
+        self.name, self.note = name, ""
         self._run = run
 
     def take(self, case: Any, result: Path | None = None) -> str | None:
@@ -64,8 +76,15 @@ class Here:
 class Process:
     """A contender behind a command that ends in `serve`."""
 
-    def __init__(self, name: str, command: Sequence[str], environment: Mapping[str, str]) -> None:
-        self.name = name
+    name: str
+    note: str
+
+    def __init__(
+        self, name: str, command: Sequence[str], environment: Mapping[str, str], prepared_s: float | None = None
+    ) -> None:
+        """Start it. One that does not answer for `prepared_s` seconds (`PREPARED_S`) is ended."""
+        self.name, self.note = name, ""
+        self._prepared_s = PREPARED_S if prepared_s is None else prepared_s
         self._command = list(command)
         self._environment = {**os.environ, **environment}
         self._child = self._started()
@@ -87,7 +106,8 @@ class Process:
             ended = self._end()
             self._child = self._started()
             return ended
-        return None if answer == "ready" else answer
+        word, _, self.note = answer.partition("\t")
+        return None if word == READY else answer
 
     def turn(self, warm_s: float, timed_s: float, least: int) -> float:
         answer = self._ask("go", str(warm_s), str(timed_s), str(least))
@@ -109,8 +129,8 @@ class Process:
                 with contextlib.suppress(OSError):
                     pipe.close()
         if code is None:
-            return f"no answer in {PREPARED_S:.0f} s"
-        return f"its process was ended by {signal.Signals(-code).name}" if code < 0 else f"its process ended with {code}"
+            return f"{SILENT} {self._prepared_s:.0f} s"
+        return f"its process {children.ending(code)}"
 
     _closed = False
 
@@ -125,10 +145,10 @@ class Process:
         except BrokenPipeError:
             self._closed = True
             return ""
-        answered, _, _ = select.select([self._child.stdout], [], [], PREPARED_S)
+        answered, _, _ = select.select([self._child.stdout], [], [], self._prepared_s)
         if not answered:
             return ""
-        answer = self._child.stdout.readline().strip()
+        answer = self._child.stdout.readline().rstrip("\n")
         self._closed = not answer
         if answer:
             self._child.send_signal(signal.SIGSTOP)
@@ -140,6 +160,8 @@ def compete(
     case: Any,
     *,
     rounds: int,
+    enough: int = 0,
+    within_s: float = math.inf,
     warm_s: float = 0.03,
     timed_s: float = 0.06,
     least: int = 3,
@@ -153,12 +175,14 @@ def compete(
         contenders: prepared one after another, in this order: what one chooses by measuring must not meet another at work.
         case: the argument of each one's `take`.
         rounds: turns of each.
+        enough, within_s: after so many rounds none begins that would end later than so many seconds from now on.
         warm_s, timed_s, least: see `Contender.turn`; warming goes before each turn.
         results: a folder for each contender's result, `<name>.npy`.
         keep: names of those that take part in all rounds however slow.
         progress: called before each preparation and turn with how many are done, how many there are, and whose it is.
     """
     ready, refused = list[Contender](), dict[str, str]()
+    ends, longest_s = time.monotonic() + within_s, 0.0
     total = len(contenders) * (rounds + 1)
     done = 0
 
@@ -178,6 +202,9 @@ def compete(
     times: dict[str, list[float]] = {c.name: [] for c in ready}
     order = random.Random(0)
     for i in range(rounds):
+        began = time.monotonic()
+        if i >= enough and began + longest_s > ends:
+            break
         for contender in order.sample(ready, len(ready)):
             tell(contender.name)
             seconds = contender.turn(warm_s, timed_s, least)
@@ -187,6 +214,7 @@ def compete(
                 refused[contender.name] = "it stopped answering while it was timed"
                 ready.remove(contender)
                 del times[contender.name]
+        longest_s = max(longest_s, time.monotonic() - began)
         if i == 1:
             bar = OUTCLASSED * min((min(t) for t in times.values()), default=0.0)
             ready = [c for c in ready if min(times[c.name]) <= bar or c.name in keep]
@@ -202,13 +230,12 @@ def serve(prepare: Callable[[Any], Callable[[], Any]], pick: Callable[[Any], Any
     """Answer as a `Process` until standard input ends.
 
     Args:
-        prepare: makes of a case what runs it once; if it raises, this contender is out, with the error's own words.
+        prepare: makes of a case what runs it once; if it raises, this contender is out, with the error's own words. What it
+            says in an attribute `note` of that is told (`Contender.note`).
         pick: what of a result is written.
     """
-    if sys.platform == "linux":  # a run that is killed leaves nobody at work beside the next one
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # whatever a library prints is no answer
+    children.die_with_parent()  # a run that is killed leaves nobody at work beside the next one
+    answers = children.answers("w")
     run: Callable[[], Any] | None = None
     for line in sys.stdin:
         word, *rest = line.rstrip("\n").split("\t")
@@ -219,7 +246,7 @@ def serve(prepare: Callable[[Any], Callable[[], Any]], pick: Callable[[Any], Any
                 result = run()
                 if rest[1]:
                     save(pick(result), Path(rest[1]))
-                answer = "ready"
+                answer = f"{READY}\t{note}" if (note := getattr(run, "note", "")) else READY
             except Exception as why:
                 answer = " ".join(((str(why).splitlines() or [""])[0] or type(why).__name__).split())
         else:

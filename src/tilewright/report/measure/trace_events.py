@@ -11,15 +11,18 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from tilewright.files import write_whole
+from tilewright.report.explain.names import step_names
 from tilewright.report.schema import Perf, encoded
-from tilewright.runtime.executable import Executable, Step
+from tilewright.report.words import travel_words
+from tilewright.runtime.executable import Executable
+from tilewright.runtime.steps import Step
 
 if TYPE_CHECKING:
-    from tilewright.ir.graph import Graph, Value
+    from tilewright.ir.graph import Value
 
 CALLS = 3
 PROCESS = 1
-TRACKS = ("compiling", "calls", "steps")  # a track's thread is its place here
+TRACKS = ("calls", "steps")  # a track's thread is its place here
 
 
 @dataclass(frozen=True)
@@ -29,32 +32,6 @@ class Span:
     name: str
     began_s: float
     us: float
-
-
-class Phases:
-    """The phases that compiling spends its time on: fits the `visit` and `progress` of `compile`, each of which may be
-    another's, too."""
-
-    def __init__(self) -> None:
-        self._began = time.perf_counter()
-        self._what = ""
-        self.spans: list[Span] = []
-
-    def began(self, what: str) -> None:
-        """The last thing ends and `what` begins."""
-        now = time.perf_counter()
-        if self._what:
-            self.spans.append(Span(self._what, self._began, 1e6 * (now - self._began)))
-        self._began, self._what = now, what
-
-    def visit(self, stage: str, graph: Graph) -> None:
-        """A stage of rules is over."""
-        self._what = "read and quantise" if stage == "source" else f"rules: {stage}"
-        self.began("")
-
-    def progress(self, done: int, total: int, problem: str) -> None:
-        """A choice begins."""
-        self.began(f"choose: {problem}")
 
 
 def traced(program: Executable, inputs: Sequence[torch.Tensor], calls: int = CALLS) -> list[list[Span]]:
@@ -75,7 +52,7 @@ def _on_cpu(program: Executable, inputs: Sequence[torch.Tensor]) -> list[Span]:
     program.run(inputs, mark)
     marks.append(time.perf_counter())
     return [
-        Span(step.name, begin, 1e6 * (end - begin)) for step, begin, end in zip(program.steps, marks, marks[1:], strict=False)
+        Span(name, begin, 1e6 * (end - begin)) for name, begin, end in zip(step_names(program), marks, marks[1:], strict=False)
     ]
 
 
@@ -94,34 +71,30 @@ def _on_gpu(program: Executable, inputs: Sequence[torch.Tensor]) -> list[Span]:
         torch.cuda.synchronize()
     at = [marks[0].elapsed_time(m) for m in marks]  # ms
     return [
-        Span(step.name, start + begin / 1e3, 1e3 * (end - begin))
-        for step, begin, end in zip(program.steps, at, at[1:], strict=False)
+        Span(name, start + begin / 1e3, 1e3 * (end - begin))
+        for name, begin, end in zip(step_names(program), at, at[1:], strict=False)
     ]
 
 
-def write_trace(path: Path, report: Perf, calls: Sequence[Sequence[Span]], phases: Sequence[Span] = ()) -> None:
-    """Write the trace of a program.
+def write_trace(path: Path, report: Perf, calls: Sequence[Sequence[Span]]) -> None:
+    """Write the trace of a program; it begins with the first call.
 
     Args:
         path: the .json file to write.
         report: the program's report; a step's slice carries its figures on the step.
         calls: the spans of each call, from `traced`.
-        phases: the spans of compiling, from `Phases.spans`.
 
     Raises:
         InputError: the file cannot be written.
     """
-    spans = [*phases, *(s for call in calls for s in call)]
-    origin = min((s.began_s for s in spans), default=0.0)
+    origin = min((s.began_s for call in calls for s in call), default=0.0)
     events: list[dict[str, Any]] = [_named("process_name", 0, f"{report.program} on {report.target}")]
-    used = [bool(phases), bool(calls), bool(calls)]
-    events += [_named("thread_name", i, name) for i, name in enumerate(TRACKS) if used[i]]
-    events += [_slice(s, 0, origin, "compile", {}) for s in phases]
+    events += [_named("thread_name", i, name) for i, name in enumerate(TRACKS)]
     for i, call in enumerate(calls, start=1):
         if call:
             whole = Span(f"call {i}", call[0].began_s, 1e6 * (call[-1].began_s - call[0].began_s) + call[-1].us)
-            events.append(_slice(whole, 1, origin, "call", {"steps": len(call)}))
-        for span, row in zip(call, report.steps, strict=True):
+            events.append(_slice(whole, 0, origin, "call", {"steps": len(call)}))
+        for number, (span, row) in enumerate(zip(call, report.steps, strict=True)):
             said: dict[str, Any] = {
                 "problem": row.problem,
                 "candidate": row.candidate,
@@ -132,7 +105,11 @@ def write_trace(path: Path, report: Perf, calls: Sequence[Sequence[Span]], phase
             }
             if row.ops and span.us > 0:
                 said |= {"ops": row.ops, "gflops": round(row.ops / span.us / 1e3, 3)}
-            events.append(_slice(span, 2, origin, row.kind, said))
+            met = [t for t in report.traffic if t.number == number]
+            if met:
+                said["between ranks"] = [travel_words(t) for t in met]
+                said |= {"sent_bytes": row.sent_bytes, "exposed_us": met[0].exposed_us, "hidden_us": met[0].hidden_us}
+            events.append(_slice(span, 1, origin, row.kind, said))
     document = {
         "displayTimeUnit": "ms",
         "otherData": {"program": report.program, "target": report.target},

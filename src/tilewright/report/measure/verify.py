@@ -6,21 +6,26 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, cast
 
 import torch
+from msgspec.structs import replace
 
 from tilewright.dtype import F32
+from tilewright.hardware.load import uncrowded
 from tilewright.ir.evaluate import accumulate_in_float64, evaluate, evaluate_nodes
 from tilewright.ir.graph import Node, toposort
 from tilewright.ir.ops import ALIASES, Acc, Const, Input, Item, Param
 from tilewright.ir.types import TensorType
+from tilewright.report.explain.names import step_names
 from tilewright.report.measure.compare import Gap, Tolerances, element_gap, exact_gap, rms_gap, tolerated_gap
 from tilewright.report.measure.inputs import Feed
 from tilewright.report.measure.perf import PROGRESS, bind
 from tilewright.report.measure.work import candidate_of, describe
 from tilewright.report.program import restored, target_name, tensor_types
 from tilewright.report.schema import Comparison, Verify
-from tilewright.runtime.executable import Executable, Step
+from tilewright.runtime.executable import Executable
+from tilewright.runtime.steps import Step
 from tilewright.schedule.expected import check, expect
 from tilewright.schedule.problem import FusionProblem, fusion_of
+from tilewright.schedule.spot_check import spot_check
 
 if TYPE_CHECKING:
     from tilewright.ir.graph import Value
@@ -52,12 +57,14 @@ def verify_program(
     tolerances = tolerances or Tolerances()
     inputs = bind(program, feeds)
     rows: list[Comparison] = []
+    names = step_names(program)
 
     def compare(step: Step, values: list[Value]) -> None:
+        name = names[len(rows)]
         if progress is not None:
-            progress(len(rows), len(program.steps), step.name)
+            progress(len(rows), len(program.steps), name)
         known = [program.value(n) if v is None else v for n, v in zip(step.part.inputs, values, strict=True)]
-        rows.append(compare_step(step, known, tolerances))
+        rows.append(replace(compare_step(step, known, tolerances), name=name))
 
     with restored(program) as before:
         results = program.run(inputs, compare if steps else None)
@@ -68,6 +75,7 @@ def verify_program(
     return Verify(name, target_name(program.target), first is None, first, rows, ends, [f.shown for f in feeds])
 
 
+@uncrowded()
 def compare_step(step: Step, values: Sequence[Value], tolerances: Tolerances | None = None) -> Comparison:
     """One step held against the oracle on given inputs."""
     judge = _by_operations if candidate_of(step) == "torch" or step.decision is None else _by_kernel
@@ -76,6 +84,26 @@ def compare_step(step: Step, values: Sequence[Value], tolerances: Tolerances | N
     except RuntimeError as error:  # a kernel that cannot take what the program hands it is a wrong kernel
         gaps = [Gap(0.0, 0.0, f"failed: {(str(error).splitlines() or [''])[0][:160]}")]
     return _comparison(step.name, step.part.kind, describe(step), candidate_of(step), gaps)
+
+
+def spot_compare(step: Step, values: Sequence[Value], within_s: float) -> tuple[Comparison, int]:
+    """Some elements of a product's or attention's results held against the oracle, drawn once it has run; and how many of
+    each. Largest errors are not known of them.
+
+    Args:
+        step: one of whose problem elements can be looked at (`sampled`).
+        values: what it reads.
+        within_s: seconds for it, beside those of the first few elements.
+    """
+    assert step.decision is not None
+    given = dict(zip(step.part.inputs, values, strict=True))
+    sources = [cast("torch.Tensor", given[s]).cpu() for s in step.part.nodes[0].src]
+    results = {
+        output.op.index if isinstance(output.op, Item) else 0: cast("torch.Tensor", result).cpu()
+        for output, result in zip(step.part.outputs, step.run(values), strict=True)
+    }
+    why, count = spot_check(step.decision.problem, sources, results, within_s, step.decision.kernel.roundoff)
+    return _comparison(step.name, step.part.kind, describe(step), candidate_of(step), [Gap(0.0, 0.0, why)]), count
 
 
 def _comparison(name: str, kind: str, problem: str, candidate: str, gaps: Sequence[Gap]) -> Comparison:
@@ -139,6 +167,7 @@ def _fusion_gap(got: torch.Tensor, reference: torch.Tensor, t: TensorType, from_
     return element_gap(got, reference, r - slack, r + slack)
 
 
+@uncrowded()
 def _end_to_end(
     program: Executable, inputs: Sequence[torch.Tensor], results: Sequence[Value], tolerances: Tolerances
 ) -> list[Comparison]:
@@ -147,9 +176,13 @@ def _end_to_end(
     rows: list[Comparison] = []
     for name, node, got, reference in zip(source.output_names, source.outputs, results, wanted, strict=True):
         if isinstance(got, torch.Tensor) and isinstance(reference, torch.Tensor):
-            gap = _output_gap(node, got.cpu(), reference, tolerances)
-            rows.append(_comparison(name, "output", str(node.type), "the whole program", [gap]))
+            rows.append(output_comparison(name, node, got.cpu(), reference, tolerances))
     return rows
+
+
+def output_comparison(name: str, node: Node, got: torch.Tensor, reference: torch.Tensor, tolerances: Tolerances) -> Comparison:
+    """A result of a whole program held against the oracle's; `node` computes it in the program as it was read."""
+    return _comparison(name, "output", str(node.type), "the whole program", [_output_gap(node, got, reference, tolerances)])
 
 
 def _output_gap(node: Node, got: torch.Tensor, reference: torch.Tensor, tolerances: Tolerances) -> Gap:

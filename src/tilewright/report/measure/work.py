@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
+from tilewright.deadline import OverrunError
 from tilewright.dtype import F32, DType
 from tilewright.hardware.ceilings import corrected, with_ceilings
 from tilewright.hardware.target import Target
@@ -14,9 +15,11 @@ from tilewright.ir.graph import Node
 from tilewright.ir.ops import ALIASES, Call, Gather, Write
 from tilewright.ir.shown import show_fusion
 from tilewright.report.program import tensor_types
-from tilewright.runtime.executable import Executable, Step
+from tilewright.runtime.executable import Executable
 from tilewright.runtime.partition import Part
+from tilewright.runtime.steps import Step
 from tilewright.schedule.problem import FusionProblem, Problem
+from tilewright.threads import limit
 
 TOLD_US = 20.0  # a product that is over sooner tells nothing of a rate
 
@@ -42,6 +45,15 @@ class Work:
     def memory_bound(self, target: Target) -> bool:
         """Tell whether memory, not the matrix unit, sets the limit."""
         return self.limit_us(target) > target.limit_us(self.ops, 0, self.dtype)
+
+
+def unmeasured() -> str:
+    """The sentence on rates for which there was no time. They are kept by number of threads: it names one that was given."""
+    with_threads = f" --threads {limit()}" if limit() else ""
+    return (
+        "the time was over before this machine's rates were measured: there are no limits to compare with; "
+        f"`tilewright devices{with_threads}` measures and keeps them"
+    )
 
 
 def work_of(step: Step) -> Work:
@@ -73,13 +85,16 @@ def rates_seen(steps: Sequence[Step], times_us: Sequence[float | None], target: 
 
 def measured_ceilings(program: Executable, times_us: Sequence[float | None] | None = None) -> tuple[Target, list[str]]:
     """The program's target with its measured rates, and a sentence on each rate that a product was seen to exceed: it is
-    measured again.
+    measured again. Where there is no time to measure them, the target without, and a sentence on that.
 
     Args:
         program: compiled.
         times_us: times of its steps; those that decided by default.
     """
-    target = with_ceilings(program.target)
+    try:
+        target = with_ceilings(program.target)
+    except OverrunError:
+        return program.target, [unmeasured()]
     if times_us is None:
         known = [s.decision for s in program.steps]
         times_us = [None if d is None or d.provisional else d.time_us for d in known]

@@ -6,10 +6,11 @@ import contextlib
 import io
 import math
 import os
+import re
 import shutil
 import sys
 from collections.abc import Callable, Generator, Iterable
-from typing import Any, TextIO
+from typing import Any, TextIO, cast
 
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.progress import BarColumn, Progress, ProgressColumn, SpinnerColumn, Task, TextColumn, TimeElapsedColumn
@@ -20,6 +21,7 @@ from rich.text import Text
 from tilewright.errors import visible
 
 PIPE_WIDTH = 160
+PADDING = re.compile(r" +(?=\n)")
 NARROWEST = 32  # nothing readable fits in less: a narrower terminal wraps the lines
 WIDE = 120
 LABEL_WIDTH = 56
@@ -42,6 +44,24 @@ class _Console(Console):
         raise BrokenPipeError
 
 
+class _Unpadded:
+    """A file that is no terminal, written without the spaces by which tables fill their lines."""
+
+    def __init__(self, file: TextIO) -> None:
+        self._file = file
+        self.encoding = file.encoding  # which the console asks for
+
+    def write(self, text: str, /) -> int:
+        self._file.write(PADDING.sub("", text))
+        return len(text)
+
+    def flush(self) -> None:
+        self._file.flush()
+
+    def isatty(self) -> bool:
+        return False
+
+
 def _seen(text: Text) -> Text:
     """A text, its styles where they are, with a mark for each character that has no shape."""
     shown = text.copy()
@@ -50,10 +70,13 @@ def _seen(text: Text) -> Text:
 
 
 def console(file: TextIO | None = None) -> Console:
-    """The console on standard output; on a file of the same width if one is given."""
+    """The console on standard output; on a file of the same width if one is given. Only a terminal's lines end in spaces."""
     fixed = PIPE_WIDTH if not sys.stdout.isatty() and "COLUMNS" not in os.environ else None
     if file is not None and fixed is None:
         fixed = shutil.get_terminal_size().columns
+    onto = sys.stdout if file is None else file
+    if not onto.isatty():
+        file = cast("TextIO", _Unpadded(onto))
     out = _Console(file=file, width=fixed, markup=False, highlight=False, emoji=False)
     if out.width < NARROWEST:
         out.width = NARROWEST

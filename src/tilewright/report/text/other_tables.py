@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from rich.console import Console
 from rich.text import Text
 
-from tilewright.report.schema import Comparison, Device, Devices, Gemm, Run, Saved, Verify
-from tilewright.report.text.explain_text import how, refusals, section
+from tilewright.report.schema import Comparison, Device, Devices, Gemm, OnMesh, Run, Saved, Verify
+from tilewright.report.text.explain_text import how, lost_sections, print_traffic
 from tilewright.report.text.quantized_table import print_accuracy, print_quantized
-from tilewright.report.text.tables import Align, heading, input_lines, line, noise_line, table
-from tilewright.report.words import count, small
+from tilewright.report.text.tables import Align, heading, input_lines, line, noise_line, section, table
+from tilewright.report.words import EVERY_OUTPUT, count, small
 from tilewright.schedule.candidate import labelled
 
 STATISTICS: tuple[tuple[str, Align], ...] = tuple(
@@ -53,6 +53,8 @@ def print_verify(out: Console, report: Verify) -> None:
     line(out, f"{report.program} on {report.target}", style="bold")
     input_lines(out, report.inputs)
     print_quantized(out, report.quantized)
+    if report.mesh is not None:
+        _mesh(out, report.mesh)
     out.print()
     made = table(
         ("kind", "left"), ("steps", "right"), ("exact", "right"), ("worst error", "right"), ("bound", "right"), ("at", "left")
@@ -67,11 +69,14 @@ def print_verify(out: Console, report: Verify) -> None:
     for end in report.end_to_end:
         exact = "1" if end.error == 0 and end.ok else "0"
         error, bound, _ = _worst(end, end.name)
-        made.add_row("end to end", "", exact, error, bound, Text(f"output {end.name}"))
+        made.add_row(
+            "end to end", "", exact, error, bound, Text(end.name if end.problem == EVERY_OUTPUT else f"output {end.name}")
+        )
     out.print(made)
     if report.verified:
         model = " for the quantised model" if report.quantized is not None else ""
-        compared = [(report.steps, "step"), (report.end_to_end, "output")]
+        own = [end for end in report.end_to_end if end.problem != EVERY_OUTPUT]
+        compared = [(report.steps, "step"), (own, "output")]
         agree = [count(len(found), noun) for found, noun in compared if found]
         s = "" if sum(len(found) for found, _ in compared) != 1 else "s"
         said = f"{' and '.join(agree)} agree{s} with the oracle{model}" if agree else "there was nothing to compare"
@@ -84,6 +89,17 @@ def print_verify(out: Console, report: Verify) -> None:
     if first is not None:
         _difference(out, first, [c for c in (*report.steps, *report.end_to_end) if not c.ok])
     print_accuracy(out, report.accuracy)
+
+
+def _mesh(out: Console, mesh: OnMesh) -> None:
+    """Print how tensors lie on a mesh, and what travels."""
+    for said in mesh.planned:
+        line(out, f"{said[0].upper()}{said[1:]}.")
+    if mesh.placements:
+        heading(out, "Split")
+        for name, lies in mesh.placements.items():
+            line(out, f"{name} {lies}", indent=3)
+    print_traffic(out, mesh.traffic)
 
 
 def _worst(c: Comparison, name: str) -> tuple[str, str, Text]:
@@ -118,11 +134,15 @@ def print_gemm(out: Console, report: Gemm) -> None:
     section(out, "Done by", [f"{chosen}: {how(report.chosen, report.measured)}"])
     if not report.verified:
         section(out, "NOT verified", [report.why or ""])
+    elif report.sampled is not None:
+        said = f"{count(report.sampled, 'element')} of each result on random data, drawn once it had run"
+        section(out, "Verified", [f"{said}: the budget had no time for all, which were compared when it was chosen"])
     elif report.bound == 0:
         section(out, "Verified", ["exactly equal to the reference on random data"])
     else:
         section(out, "Verified", [f"on random data, worst error {small(report.error)} where {small(report.bound)} is allowed"])
-    section(out, "Not by", refusals(report.rejected))
+    for title, lines in lost_sections(report.rejected):
+        section(out, title, lines)
 
 
 def print_devices(out: Console, report: Devices) -> None:
@@ -131,6 +151,13 @@ def print_devices(out: Console, report: Devices) -> None:
         if i:
             out.print()
         _device(out, d)
+    if report.links:
+        heading(out, "Links between ranks")
+        made = table(("operation", "left"), ("over", "left"), ("ranks", "right"), ("latency µs", "right"), ("GB/s", "right"))
+        for found in report.links:
+            rate = "" if found.gbps is None else f"{found.gbps:,.2f}"
+            made.add_row(found.operation, found.over, str(found.ranks), f"{found.latency_us:,.1f}", rate)
+        out.print(made)
 
 
 def _device(out: Console, d: Device) -> None:
@@ -139,7 +166,13 @@ def _device(out: Console, d: Device) -> None:
     section(out, "Chip", [chip])
     idle = f", of which torch uses {d.used_cores:,}" if d.used_cores < d.cores else ""
     if d.noise:
-        section(out, "Rates", [f"not reliable: {d.noise}; they are measured again when the machine is quiet"])
+        section(out, "Rates", [f"not reliable: {d.noise}. They are measured again when the machine is quiet"])
+    if d.clock_ghz is not None:
+        unless = ", if ops/cycle are right" if d.assumed else ""
+        section(out, "Clock", [f"at least {d.clock_ghz:.1f} GHz, by the measured rates{unless}"])
+    elif d.doubt:
+        section(out, "Clock", [f"not known: {d.doubt}"])
+    section(out, "Assumed", d.assumed)
     section(out, "Cores" if d.device == "cpu" else "SMs", [f"{d.cores:,}{idle}"])
     section(out, "Features", [" ".join(d.features) or "none that matter here"])
     caches = ", ".join(f"{name} {_size(size)}" for name, size in d.caches_bytes.items())
@@ -156,8 +189,8 @@ def _device(out: Console, d: Device) -> None:
     out.print(made)
     line(
         out,
-        "ops/cycle is of one core by the chip's description; Gop/s is what all reached: the instruction alone, or where no "
-        "code is generated the best library matmul.",
+        "ops/cycle: of one core, by the chip's description. Gop/s: measured on all cores, of the instruction alone, or of a "
+        "library's matmul where no code is generated.",
         style="dim",
     )
     for note in d.notes:

@@ -1,4 +1,4 @@
-"""The performance report for people: steps, a summary by kind, totals, what fell back, what is unfused."""
+"""The performance report for people: what to change, steps, a summary by kind, totals, what fell back, what is unfused."""
 
 from __future__ import annotations
 
@@ -10,16 +10,14 @@ from rich.text import Text
 
 from tilewright.report.measure.perf import Measured
 from tilewright.report.schema import Peer, Step
+from tilewright.report.text.advice_text import print_advice
 from tilewright.report.text.console import WIDE
-from tilewright.report.text.explain_text import NOTHING_FELL_BACK, NOTHING_UNFUSED
+from tilewright.report.text.explain_text import NOTHING_FELL_BACK, NOTHING_UNFUSED, fallback_title, print_traffic
+from tilewright.report.text.groups_table import counts_words, print_groups, print_reasons
 from tilewright.report.text.quantized_table import print_quantized
 from tilewright.report.text.tables import Align, findings, heading, input_lines, line, noise_line, table
-from tilewright.report.words import count, percent, us
+from tilewright.report.words import above_words, count, percent, us
 
-FEW_ENOUGH = 60
-MOST_EXPENSIVE = 40
-# Characters of a problem that a table shows; --all and --json give it whole.
-WIDE_PROBLEM, NARROW_PROBLEM = 180, 84
 NUMBERS: tuple[tuple[str, Align], ...] = (
     ("median µs", "right"),
     ("share %", "right"),
@@ -29,71 +27,59 @@ NUMBERS: tuple[tuple[str, Align], ...] = (
 
 
 def print_perf(out: Console, measured: Measured, *, everything: bool = False) -> None:
-    """Print the report; `everything` lists views and every step of a long program."""
+    """Print the report; `everything` lists every step by itself, views too, where else those alike are one line."""
     report = measured.report
-    noise_line(out, report.noise)
+    noise_line(out, report.noise, report.limits_noise)
     line(out, f"{report.program} on {report.target}", style="bold")
+    for said in counts_words(report.counts) if report.counts is not None else ():
+        line(out, said)
+    print_advice(out, report.advice, sum(s.time_us for s in report.steps), report.noise)
     input_lines(out, report.inputs)
     print_quantized(out, report.quantized, everything=everything)
     out.print()
-    _steps(out, measured, everything)
+    if everything:
+        _steps(out, measured)
+    else:
+        print_groups(out, report.groups, report.layers, spread=True, limits_noise=report.limits_noise)
     out.print()
     _summary(out, report.steps)
     out.print()
     _totals(out, measured)
     for sentence in report.summary:
         line(out, sentence)
-    findings(out, "Fell back", report.fallback, NOTHING_FELL_BACK)
-    findings(out, "Unfused: work that belongs inside another step", report.unfused, NOTHING_UNFUSED)
+    print_traffic(out, report.traffic)
+    print_reasons(out, report.groups, report.fallback)
+    if report.fallback:
+        findings(out, fallback_title(report.fallback, report.counts), report.fallback, NOTHING_FELL_BACK)
+    if report.unfused:
+        findings(out, "Unfused: work that belongs inside another step", report.unfused, NOTHING_UNFUSED)
     _against(out, report.against)
 
 
-def _steps(out: Console, measured: Measured, everything: bool) -> None:
+def _steps(out: Console, measured: Measured) -> None:
     steps = measured.report.steps
-    listed = [i for i, s in enumerate(steps) if everything or s.kind != "view"]
-    shown = listed
-    if not everything and len(listed) > FEW_ENOUGH:
-        dearest = sorted(listed, key=lambda i: -steps[i].time_us)[:MOST_EXPENSIVE]
-        shown = sorted(dearest)
     total = sum(s.time_us for s in steps)
-    out.print((_wide if out.width >= WIDE else _narrow)(measured, shown, total, everything))
-    hidden = [steps[i] for i in range(len(steps)) if i not in set(shown)]
-    if hidden:
-        share = percent(sum(s.time_us for s in hidden) / total if total else 0.0)
-        more = count(len(hidden), "more step")
-        line(
-            out,
-            f"{more}, {share} % of the time, {'is' if len(hidden) == 1 else 'are'} not listed: --all lists them",
-            style="dim",
-        )
-    if any(steps[i].peak_fraction > 1 for i in shown):
-        line(out, "Above 100 %: the data stayed in a cache, or the kernel beats the library that set the peak.", style="dim")
+    out.print((_wide if out.width >= WIDE else _narrow)(measured, total))
+    above = [memory for s, memory in zip(steps, measured.memory_bound, strict=True) if s.peak_fraction > 1]
+    if above:
+        line(out, f"Above 100 % of the limit: {above_words(above, measured.report.limits_noise)}.", style="dim")
 
 
-def _wide(measured: Measured, shown: Sequence[int], total: float, whole: bool) -> Table:
+def _wide(measured: Measured, total: float) -> Table:
     made = table(("#", "right"), ("kind", "left"), ("problem", "left"), ("candidate", "left"), *NUMBERS, ("bound by", "left"))
-    for i in shown:
-        s = measured.report.steps[i]
-        problem = s.problem if whole else cut(s.problem, WIDE_PROBLEM)
+    for i, s in enumerate(measured.report.steps):
         bound = "" if not s.limit_us else "memory" if measured.memory_bound[i] else "compute"
-        made.add_row(str(i), s.kind, Text(problem), Text(_candidate(s) if whole else s.candidate), *_numbers(s, total), bound)
+        made.add_row(str(i), s.kind, Text(s.problem), Text(_candidate(s)), *_numbers(s, total), bound)
     return made
 
 
-def _narrow(measured: Measured, shown: Sequence[int], total: float, whole: bool) -> Table:
+def _narrow(measured: Measured, total: float) -> Table:
     """Kind, candidate and problem in one column, on lines of their own."""
     made = table(("#", "right"), ("step", "left"), *NUMBERS)
-    for i in shown:
-        s = measured.report.steps[i]
-        problem = s.problem if whole else cut(s.problem, NARROW_PROBLEM)
-        step = Text(f"{s.kind} by {s.candidate}\n").append(problem, style="dim")
+    for i, s in enumerate(measured.report.steps):
+        step = Text(f"{s.kind} by {s.candidate}\n").append(s.problem, style="dim")
         made.add_row(str(i), step, *_numbers(s, total))
     return made
-
-
-def cut(text: str, most: int) -> str:
-    """A text's first characters, and a sign where there are more."""
-    return text if len(text) <= most else f"{text[: most - 1].rstrip()}…"
 
 
 def _candidate(s: Step) -> str:
@@ -127,11 +113,14 @@ def _totals(out: Console, measured: Measured) -> None:
     made.add_column(justify="right", no_wrap=True)
     made.add_column(overflow="fold")
     each = count(len(runs), "run") if calls == 1 else f"{count(len(runs), 'timing')} of {calls} calls in a row"
-    spread = f"median of {each}, {us(min(runs))} to {us(max(runs))}"
+    spread = f"median of {each}, {us(min(runs))} to {us(max(runs))}" if len(runs) > 1 else each
     made.add_row("Whole program", f"{us(report.total_us)} µs", spread)
     made.add_row("Sum of steps", f"{us(steps_us)} µs", "each timed by itself, its data still in cache where it fits")
+    if report.rest:
+        rest_us = report.total_us - steps_us
+        made.add_row("Rest", f"{us(rest_us)} µs" if rest_us > 0 else "none", report.rest)
     if limit_us:
-        made.add_row("Sum of limits", f"{us(limit_us)} µs", "what the measured ceilings of this machine allow")
+        made.add_row("Sum of limits", f"{us(limit_us)} µs", "the least that this machine's measured rates allow")
     if report.steps_per_layer is not None:
         made.add_row("Steps per layer", f"{report.steps_per_layer}", "from one attention up to the next")
     if report.total_us:

@@ -6,14 +6,14 @@ from rich.console import Console
 from rich.text import Text
 
 from tilewright.report.schema import Contender, Race
-from tilewright.report.text.explain_text import headline, refusals, section
-from tilewright.report.text.tables import heading, input_lines, line, noise_line, table
+from tilewright.report.text.explain_text import headline, lost_sections
+from tilewright.report.text.tables import heading, input_lines, line, noise_line, section, table
 from tilewright.report.words import percent, small, us
 
 
 def print_race(out: Console, report: Race) -> None:
     """Print a row for each contender, what is wrong with those that are, and why our kernels were chosen."""
-    noise_line(out, report.noise)
+    noise_line(out, report.noise, report.limits_noise)
     line(out, f"{report.program} on {report.target}", style="bold")
     input_lines(out, report.inputs)
     out.print()
@@ -29,7 +29,8 @@ def print_race(out: Console, report: Race) -> None:
             Text(c.name), "yes" if c.right else "NO", *_error(c), *times, f"{c.rounds:,}" if c.rounds else "", ratio, peak
         )
     out.print(made)
-    line(out, f"{report.verdict} The limit of this machine is {us(report.limit_us)} µs; a ratio is a time over ours.")
+    line(out, f"{report.verdict} The least that this machine's rates allow is {us(report.limit_us)} µs.")
+    line(out, "Times and ratios are medians over the rounds; a ratio is a time over ours.", style="dim")
     for c in report.contenders:
         if c.why is not None:
             section(out, c.name, [f"is out: {c.why}"])
@@ -38,8 +39,9 @@ def print_race(out: Console, report: Race) -> None:
         line(out, f"Note: {note}.")
     for p in report.products:
         heading(out, f"Ours: {p.problem}")
-        section(out, "Done by", [headline(p)])
-        section(out, "Not by", refusals(p.rejected, p.chosen))
+        section(out, "Done by", [headline(p, report.limits_noise)])
+        for title, lines in lost_sections(p.rejected, p.chosen):
+            section(out, title, lines)
 
 
 def _error(c: Contender) -> tuple[str, str]:

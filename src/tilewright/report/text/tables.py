@@ -38,10 +38,21 @@ class _Table(Table):
             yield block
 
 
-def noise_line(out: Console, noise: str) -> None:
-    """Print that times are not reliable, and why; nothing where they are."""
-    if noise:
-        line(out, f"Times are not reliable: {noise}.", style="bold yellow")
+def noise_line(out: Console, noise: str, limits_noise: str = "") -> None:
+    """Print that times are not reliable, and why; the same of limits. Nothing where they are."""
+    for said in noise_words(noise, limits_noise):
+        line(out, said, style="bold yellow")
+
+
+def noise_words(noise: str, limits_noise: str) -> list[str]:
+    """The sentences why times, and limits, are not reliable."""
+    said = [f"Times are not reliable: {noise}."] if noise else []
+    if limits_noise:
+        said.append(
+            f"Limits are not reliable, nor what was reached of them: rates were measured on a busy machine ({limits_noise}), "
+            "and will be measured again when it is quiet."
+        )
+    return said
 
 
 def table(*headers: tuple[str, Align]) -> Table:
@@ -70,12 +81,12 @@ def printable(text: str) -> str:
     return "".join(c if c.isprintable() or c == "\n" else " " for c in text)
 
 
-def hanging(label: str, text: str, style: str = "") -> RenderableType:
+def hanging(label: str, text: str) -> RenderableType:
     """A label, and beside it a paragraph that wraps clear of the label."""
     grid = Table.grid(padding=(0, 2))
     grid.add_column(no_wrap=True)
     grid.add_column(overflow="fold")
-    grid.add_row(Text(label), Text(printable(text), style=style))
+    grid.add_row(Text(label), Text(printable(text)))
     return grid
 
 
@@ -115,3 +126,9 @@ def input_lines(out: Console, inputs: Sequence[Input]) -> None:
     out.print(made)
     if any(i.filled for i in inputs):
         line(out, "Filled inputs flatter a measurement: kernels run faster and cooler on constant data.", style="yellow")
+
+
+def section(out: Console, title: str, lines: Sequence[str]) -> None:
+    """Print a title and its lines beside it."""
+    for i, text in enumerate(lines):
+        out.print(hanging(f"   {title if not i else '':<21}", text))

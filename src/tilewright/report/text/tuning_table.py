@@ -1,4 +1,4 @@
-"""The choices of `tune` and the records of `cache info`, as tables."""
+"""The choices of `tune` as a table."""
 
 from __future__ import annotations
 
@@ -7,9 +7,8 @@ from collections import Counter
 from rich.console import Console
 
 from tilewright.report.explain.choices import MEASURED, NOT_MEASURED, READ_BACK
-from tilewright.report.schema import CacheInfo, Tune
-from tilewright.report.text.explain_text import section
-from tilewright.report.text.tables import line, table
+from tilewright.report.schema import Tune
+from tilewright.report.text.tables import line, section, table
 from tilewright.report.words import count, us
 from tilewright.schedule.candidate import labelled
 
@@ -31,18 +30,3 @@ def print_tuning(out: Console, report: Tune) -> None:
     section(out, "Kept in", [report.cache or "nothing is kept"])
     if report.exported is not None:
         section(out, "Written", [report.exported])
-
-
-def print_cache(out: Console, report: CacheInfo) -> None:
-    """Print what is kept, and where."""
-    if report.path is None:
-        line(out, f"Decisions are not kept: {report.unusable}.")
-        return
-    section(out, "Decisions", [f"{report.records:,} in {report.bytes / 1024:,.0f} KiB: {report.path}"])
-    for title, counted in (("By chip", report.by_chip), ("By version", report.by_version)):
-        section(out, title, [f"{number:,}  {name}" for name, number in counted.items()])
-    if report.oldest is not None:
-        section(out, "Made", [f"{report.oldest} to {report.newest}"])
-    section(out, "Crashed or hung", [f"{r.candidate} on {r.problem}, {r.when}: {r.why}" for r in report.refused])
-    if report.programs:
-        section(out, "Programs", [f"{report.programs:,} in {report.programs_bytes / 2**20:,.0f} MiB"])
