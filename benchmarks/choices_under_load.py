@@ -38,7 +38,7 @@ GOAL, WORST = 1.1, 1.5
 
 @dataclass(frozen=True)
 class Chosen:
-    """What was decided for a problem: the kernel, how, and what was held against others.
+    """The decision on a problem: the kernel, its schedule, and what was held against others.
 
     Attributes:
         candidate, knobs: the kernel.
@@ -81,7 +81,7 @@ def problems() -> dict[str, Any]:
 def choose(posed: dict[str, Any], folder: Path, budget_s: float) -> dict[str, Chosen]:
     """A decision for each problem, by a search whose records are kept in a folder."""
     from tilewright.hardware.detect import detect
-    from tilewright.schedule.budget import SharedBudget
+    from tilewright.schedule.budget import BudgetedChooser
     from tilewright.schedule.cache import Cache
     from tilewright.schedule.tuning_database import TuningDatabase
     from tilewright.schedule.worker import begin
@@ -89,7 +89,7 @@ def choose(posed: dict[str, Any], folder: Path, budget_s: float) -> dict[str, Ch
     target = detect("cpu")
     begin()
     database = TuningDatabase(target, Cache(folder))
-    decide = SharedBudget(dict.fromkeys(posed.values(), 1), target, budget_s, cold=True, database=database)
+    decide = BudgetedChooser(dict.fromkeys(posed.values(), 1), target, budget_s, cold=True, database=database)
     found: dict[str, Chosen] = {}
     for digest, problem in sorted(posed.items(), key=lambda kv: -decide.weight(kv[1])):
         d = decide(problem, {})

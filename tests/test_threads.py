@@ -8,10 +8,11 @@ import torch
 from click.testing import CliRunner
 
 import tilewright
-from tilewright import threads
+from tilewright import processors, threads
 from tilewright.cli.verbs import cli
 from tilewright.errors import InputError
 from tilewright.frontends import LoadOptions
+from tilewright.runtime import executable
 
 
 @pytest.mark.parametrize(
@@ -35,14 +36,14 @@ def test_the_least_quota_of_all_control_groups_counts(tmp_path, lines, files, wa
         file = tmp_path / "groups" / name
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(content)
-    assert threads.quota(tmp_path / "own", tmp_path / "groups") == wanted
+    assert processors.quota(tmp_path / "own", tmp_path / "groups") == wanted
 
 
 @pytest.mark.parametrize(("share", "affine", "wanted"), [(None, 8, 8), (2.5, 8, 2), (0.3, 8, 1), (16.0, 4, 4)])
 def test_a_process_may_keep_no_more_processors_busy_than_it_is_granted(monkeypatch, share, affine, wanted):
-    monkeypatch.setattr(threads, "quota", lambda: share)
-    monkeypatch.setattr(threads, "affine", lambda: affine)
-    assert threads.usable.__wrapped__() == wanted
+    monkeypatch.setattr(processors, "quota", lambda: share)
+    monkeypatch.setattr(processors, "affine", lambda: set(range(affine)))
+    assert processors.usable.__wrapped__() == wanted
 
 
 def test_torch_s_threads_are_as_many_as_said_for_the_calling_thread_alone(monkeypatch):
@@ -63,18 +64,14 @@ def test_torch_s_threads_are_as_many_as_said_for_the_calling_thread_alone(monkey
 
 
 def test_without_a_word_torch_has_no_more_threads_than_the_machine(monkeypatch):
-    before = torch.get_num_threads()
     torch.set_num_threads(7)
-    try:
-        monkeypatch.setattr(threads, "usable", lambda: 3)
-        assert threads.count() == 3
-        with threads.limited(None):
-            assert torch.get_num_threads() == 3
-        assert torch.get_num_threads() == 7
-        monkeypatch.setattr(threads, "usable", lambda: 9)
-        assert threads.count() == 7
-    finally:
-        torch.set_num_threads(before)
+    monkeypatch.setattr(threads, "usable", lambda: 3)
+    assert threads.count() == 3
+    with threads.limited(None):
+        assert torch.get_num_threads() == 3
+    assert torch.get_num_threads() == 7
+    monkeypatch.setattr(threads, "usable", lambda: 9)
+    assert threads.count() == 7
 
 
 def test_torch_is_alone_where_kernels_lose_their_cores(monkeypatch):
@@ -85,7 +82,7 @@ def test_torch_is_alone_where_kernels_lose_their_cores(monkeypatch):
     monkeypatch.setattr(
         type(program), "_run", lambda *given: seen.append((threads.count(), torch.get_num_threads())) or run(*given)
     )
-    program.threads = 3
+    program.threads, program._in_chains = 3, False  # as where steps are no consecutive kernels, which torch has a part in
     for lost, foreign in ((1, True), (0, True), (1, False)):
         monkeypatch.setattr(threads, "_asked", [lambda lost=lost: lost])
         monkeypatch.setattr(threads, "_crowd", threads._Crowd())
@@ -117,17 +114,19 @@ def test_torch_is_alone_for_longer_the_more_often_it_stood_still(monkeypatch):
 @pytest.mark.parametrize("wrong", [0, -1, 1.5, "2", True, 9999])
 def test_what_is_no_number_of_threads_is_told(wrong):
     with pytest.raises(InputError, match="is no number of threads"):
-        threads.check(wrong)
+        threads.valid_count(wrong)
 
 
 @pytest.fixture
 def counts(monkeypatch):
     """Numbers of threads that parts of programs were called with."""
-    from tilewright.runtime.executable import Executable
+    seen, run = [], executable.Executable._run
 
-    seen = []
-    run = Executable._run
-    monkeypatch.setattr(Executable, "_run", lambda *given: seen.append(threads.count()) or run(*given))
+    def noted(self, *given):
+        seen.append((self._in_chains and self.threads) or threads.count())  # a chain is told its own
+        return run(self, *given)
+
+    monkeypatch.setattr(executable.Executable, "_run", noted)
     return seen
 
 

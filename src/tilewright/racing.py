@@ -17,6 +17,7 @@ import torch
 from tilewright.any_shape import AnyShape
 from tilewright.compiler import compile
 from tilewright.errors import InputError, UnsupportedError, check_type, say
+from tilewright.hardware.load import uncrowded
 from tilewright.ir.evaluate import evaluate, evaluate_nodes
 from tilewright.ir.graph import Node, label_of
 from tilewright.ir.notation import parse
@@ -69,9 +70,13 @@ def race(
 
     A function takes the problem's inputs, dense tensors on the device, as arguments in their order, and gives its result, or
     several in a tuple; constants of a module or of a graph are its own to hold. It may write neither to its inputs nor beside
-    its results. All are called on the same data, other data before that, and several times more; they take turns while they are
-    timed. They run in a process of their own, so that one that crashes or does not come back is out, and the others go on.
-    Where a function cannot be sent there, all run in this process, which `notes` say.
+    its results. It may not replace functions of torch or `time`, nor leave threads at work.
+
+    All are called on other data, then on the same in that memory and in other memory, and several times more. They take turns
+    while they are timed. Before each call an element of each input is written over (on a GPU the inputs count as written to,
+    `Tensor._version`), and at the end some elements are others. So what remembers results does its work each time, or is wrong.
+    Functions run in a process of their own, so that one that crashes or does not come back is out, and the others go on. Where
+    a function cannot be sent there, all run in this process, which `notes` say.
 
     Args:
         problem: one product in the notation of `tilewright gemm`, such as "f32[64,32] @ f32[32,16] + bias"; a Graph; or
@@ -118,12 +123,12 @@ def race(
 
 @dataclass
 class _Entry:
-    """A contender, what refused it if anything did, and what it gives when it is called twice."""
+    """A contender, what refused it if anything did, and what it gives when it is called again (`ContestBench.results`)."""
 
     name: str
     function: Function
     why: str | None = None
-    results: tuple[list[torch.Tensor], list[torch.Tensor]] | None = None
+    results: tuple[list[torch.Tensor], list[torch.Tensor], str | None] | None = None
 
 
 def _ours(program: Program, *inputs: torch.Tensor) -> object:
@@ -164,6 +169,7 @@ def _read(problem: object) -> object:
     return parse(cast("str", problem)) if notation else problem
 
 
+@uncrowded()
 def _contest(
     program: Program, feeds: Sequence[Feed], problem: object
 ) -> tuple[ContestProblem, Callable[[int, torch.Tensor], tuple[Gap, str]]]:
@@ -326,6 +332,7 @@ def _report(
     best = min(right, key=laps.us, default=None)
     facts = Race(
         noise=laps.noise,
+        limits_noise=ceilings.noise,
         program=contest.name,
         target=target_name(program.target),
         inputs=[f.shown for f in feeds],
@@ -356,7 +363,9 @@ def _row(
             error, bound = worst.error, worst.bound
         if worst.why is not None and entry.why is None:
             entry.why = f"the result is wrong after many calls: {worst.why}"
-        if not all(torch.equal(a, b) for a, b in zip(*found, strict=True)) and not any(t.isnan().any() for t in found[0]):
+        if found[2] is not None and entry.why is None:
+            entry.why = found[2]
+        if not all(torch.equal(a, b) for a, b in zip(*found[:2], strict=True)) and not any(t.isnan().any() for t in found[0]):
             notes.append("its results are not the same to the last bit when it is called again")
         if not all(t.is_contiguous() for t in found[0]):
             notes.append("its result is right, but not dense: whoever reads it may have to copy it")
@@ -404,7 +413,7 @@ def _verdict(rows: Sequence[Contender], right: Sequence[int], laps: Laps) -> str
     if not right:
         return "None is right."
     best = min(right, key=laps.us)
-    name, times = rows[best].name, f"{laps.us(best):,.1f} µs"
+    name, times = rows[best].name, f"{rows[best].median_us or 0.0:,.1f} µs"
     others = [key for key in right if key != best]
     if not others:
         return f"{name} alone is right: {times}."
@@ -412,5 +421,5 @@ def _verdict(rows: Sequence[Contender], right: Sequence[int], laps: Laps) -> str
     if tied:
         return f"{name} ({times}) cannot be told apart from {' and '.join(rows[k].name for k in tied)}."
     second = min(others, key=laps.us)
-    longer = laps.us(second) / laps.us(best)
+    longer = _ratio(laps.laps[best].wall_us, laps.laps[second].wall_us)
     return f"{name} is the fastest: {times}, where {rows[second].name} takes {longer:.2f} times as long."

@@ -1,10 +1,8 @@
-"""Numbers of threads: of processors that this process may use, and of threads that a call may."""
+"""Numbers of threads that a call may use."""
 
 from __future__ import annotations
 
 import ctypes
-import math
-import os
 import threading
 import time
 from collections.abc import Callable, Generator
@@ -16,9 +14,9 @@ from typing import ParamSpec, TypeVar
 import torch
 
 from tilewright.errors import InputError
+from tilewright.processors import file_text, usable
 
 MOST = 1024  # threads that may be asked for: to start ten thousand takes a minute and a half
-CGROUPS = Path("/sys/fs/cgroup")
 AWAY_S = 0.002  # of a call in which its thread did not run: more than the system's own work takes
 HOLD_S, LONGEST_HOLD_S = 0.25, 8.0  # for which torch then uses one thread
 P = ParamSpec("P")
@@ -29,46 +27,7 @@ _told: list[Callable[[int, bool], object]] = []
 _asked: list[Callable[[], int]] = []
 
 
-@cache
-def usable() -> int:
-    """Processors that this process may keep busy: those of its affinity, but no more than its control group's quota of time."""
-    share = quota()
-    return affine() if share is None else max(1, min(affine(), math.floor(share)))
-
-
-def affine() -> int:
-    """Processors of this process's affinity."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def quota(of: Path = Path("/proc/self/cgroup"), at: Path = CGROUPS) -> float | None:
-    """Processors' worth of time that the control groups of this process grant it, the least of all levels; None if any amount.
-
-    Sources: Linux, Documentation/admin-guide/cgroup-v2.rst (cpu.max), scheduler/sched-bwc.rst (cpu.cfs_quota_us).
-    """
-    shares: list[float] = []
-    for line in _read(of).splitlines():
-        number, controllers, path = [*line.split(":", 2), "", ""][:3]
-        unified = number == "0" and not controllers
-        if not unified and "cpu" not in controllers.split(","):
-            continue
-        roots = [at, at / "unified"] if unified else [at / controllers, at / "cpu"]
-        parts = [p for p in path.split("/") if p not in ("", "..")]
-        for root in roots:
-            for depth in range(len(parts) + 1):  # of a container, the path may name what only its host sees
-                folder = root.joinpath(*parts[:depth])
-                granted = _read(folder / "cpu.max").split() if unified else []
-                granted = granted or [_read(folder / f"cpu.cfs_{what}_us").strip() for what in ("quota", "period")]
-                if len(granted) == 2 and granted[0].isdigit() and granted[1].isdigit() and int(granted[1]):
-                    shares.append(int(granted[0]) / int(granted[1]))
-    return min(shares, default=None)
-
-
-def _read(path: Path) -> str:
-    return os.fsdecode(_bytes(path))
-
-
-def said() -> int | None:
+def limit() -> int | None:
     """The number of threads that the calling thread was told to use, by `limited` or `adopt`; None if it was not."""
     return getattr(_said, "count", 0) or None
 
@@ -79,7 +38,7 @@ def count() -> int:
     return getattr(_said, "count", 0) or min(torch.get_num_threads(), usable())
 
 
-def check(threads: object) -> int | None:
+def valid_count(threads: object) -> int | None:
     """A number of threads as users give it; None leaves it to torch and the machine.
 
     Raises:
@@ -92,21 +51,22 @@ def check(threads: object) -> int | None:
 
 
 @contextmanager
-def limited(threads: int | None, *, gathered: bool = False, alone: bool = False) -> Generator[None]:
+def limited(threads: int | None, *, gathered: bool = False, of_torch: int | None = None) -> Generator[None]:
     """A context in which the calling thread's kernels, and torch's operations between them, use so many threads; with None as
     many as before, and no more than the machine has for this process. `gathered`: calls begin when all of them are there, so
-    that races show. `alone`: torch uses one."""
-    before, of_torch = getattr(_said, "count", 0), torch.get_num_threads()
-    wanted = threads or before or min(of_torch, usable())
-    if wanted == of_torch and threads in (None, before) and not gathered and not alone:
+    that races show. `of_torch`: torch uses so many at most."""
+    before, had = getattr(_said, "count", 0), torch.get_num_threads()
+    wanted = threads or before or min(had, usable())
+    least = min(wanted, of_torch or wanted)
+    if least == had and threads in (None, before) and not gathered:
         yield
         return
-    _say(wanted if alone else threads or before, gathered)
-    _set_of_torch(1 if alone else wanted)
+    _say(threads or before if of_torch is None else wanted, gathered)
+    _set_of_torch(least)
     try:
         yield
     finally:
-        _set_of_torch(of_torch)
+        _set_of_torch(had)
         _say(before)
 
 
@@ -119,7 +79,7 @@ def threaded(function: Callable[P, R]) -> Callable[P, R]:
 
     @wraps(function)
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
-        with limited(check(kwargs.get("threads"))):
+        with limited(valid_count(kwargs.get("threads"))):
             return function(*args, **kwargs)
 
     return run
@@ -144,7 +104,7 @@ def with_torch(threads: int | None) -> Generator[None]:
     """`limited`, for work that torch has a part in. Its threads wait for each other at barriers, and where one has no core all
     stand still: if that took half the time, or kernels' threads lost cores, torch uses one thread for a while."""
     alone = _crowd.now()
-    with limited(threads, alone=alone):
+    with limited(threads, of_torch=1 if alone else None):
         wall, own = time.perf_counter(), time.thread_time()
         yield
         wall, own = time.perf_counter() - wall, time.thread_time() - own
@@ -203,13 +163,6 @@ def _openmp() -> Callable[[int], object] | None:
 
 def _loaded_openmp() -> list[str]:
     """OpenMP runtimes mapped into the process."""
-    lines = os.fsdecode(_bytes(Path("/proc/self/maps"))).splitlines()  # files may be called anything
+    lines = file_text(Path("/proc/self/maps")).splitlines()  # files may be called anything
     mapped = [line.split(maxsplit=5)[-1] for line in lines if any(n in line for n in ("libgomp", "libomp", "libiomp"))]
     return [path for path in dict.fromkeys(mapped) if Path(path).is_file()]
-
-
-def _bytes(path: Path) -> bytes:
-    try:
-        return path.read_bytes()
-    except OSError:
-        return b""

@@ -80,7 +80,7 @@ KINDS = (of_module, of_exported, of_text, of_onnx, of_stablehlo)
 
 
 def together(threads: int, rounds: int) -> list[BaseException]:
-    """What went wrong in so many threads that begin at once and each compile so many programs."""
+    """Errors of so many threads that begin at once and each compile so many programs."""
     start = threading.Barrier(threads)
     wrong: list[BaseException] = []
 

@@ -1,14 +1,15 @@
 """Machine code made before it is searched for, by processes beside the worker. No GPU is needed to compile for one."""
 
 import os
-import subprocess
-import sys
 import textwrap
+import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
+import warm
 from paths import python_path
 
 from tilewright import compiler
@@ -39,7 +40,7 @@ def test_kernels_are_in_the_compilers_cache_before_they_are_built(tmp_path):
         from tilewright.schedule.candidate import discover, plan_for
         from tilewright.schedule.problem import problem_of
 
-        ahead.POINTS = 1
+        ahead.DEPTH = ahead.POINTS = 1
         problem, cache = problem_of(parse({LINE!r}).outputs[0]), Path({str(tmp_path)!r})
         assert {{name for _, name, _ in ahead.jobs_for([problem], H200)}} == {{"hopper", "triton"}}
         assert ahead.compile_ahead([problem], H200) == 2
@@ -59,16 +60,18 @@ def test_kernels_are_in_the_compilers_cache_before_they_are_built(tmp_path):
     """
     environment = os.environ | {"TRITON_CACHE_DIR": str(tmp_path), "OMP_NUM_THREADS": "1", SWITCH: "1"}
     environment["PYTHONPATH"] = python_path()
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(program)], env=environment, capture_output=True, text=True, timeout=300
-    )
+    done = warm.run(["-c", textwrap.dedent(program)], environment)
     assert done.returncode == 0, done.stderr[-3000:]
 
 
 def test_what_a_problem_is_taken_apart_to_is_compiled_too():
     whole = problem_of(parse("f16[64,64] @ f16[64,64] + bias, relu -> f16").outputs[0])
     jobs = ahead.jobs_for([whole], H200)
-    assert [at for *_, at in jobs] == sorted(at for *_, at in jobs)
+    assert [(p == whole, at) for p, _, at in jobs] == [
+        *[(True, at) for at in range(ahead.DEPTH) for _ in range(2)],
+        *[(False, 0)] * 3,
+        *[(True, at) for at in range(ahead.DEPTH, ahead.POINTS) for _ in range(2)],
+    ]
     assert {name for p, name, at in jobs if p == whole and at == ahead.POINTS - 1} == {"hopper", "triton"}
     assert {(p.kind, name) for p, name, _ in jobs if p != whole} == {
         ("gemm", "hopper"), ("gemm", "triton"), ("fusion", "triton_norm")
@@ -77,19 +80,47 @@ def test_what_a_problem_is_taken_apart_to_is_compiled_too():
 
 
 def test_layers_that_differ_in_scales_are_compiled_once_and_nothing_where_nothing_is_measured(monkeypatch):
-    asked, told = [], []
-    monkeypatch.setattr(budget, "compile_ahead", lambda p, target, *, within_s, chosen: asked.append((p, within_s, chosen)))
+    asked = []
+    monkeypatch.setattr(budget, "Ahead", lambda p, target, *, within_s, chosen: asked.append((p, within_s, chosen)))
     given, w = input_("x", F32, (8, 8)), input_("w", F32, (8, 8))
     value = given
     for scale in (0.3, 0.7):
         value = map_("multiply", gemm(value, w), const(scale, F32))
     graph = compiler.optimise(Graph("layers", (given, w), (value,), ("y",)))
-    compiler.chooser(graph, H200, 1.0, lambda *given: told.append(given))
+    compiler.chooser(graph, H200, 1.0, None)
     compiler.chooser(graph, H200, 0.0, None)
     compiler.chooser(graph, detect("cpu"), 1.0, None)
     ((problems, within_s, chosen),) = asked
-    assert [p.kind for p in problems] == ["gemm"] and 0.3 < within_s <= 0.5 and not chosen
-    assert told == [(0, 2, "compiling what will be tried first")]
+    assert [p.kind for p in problems] == ["gemm"] and 0.6 < within_s <= 1 and not chosen
+
+
+def test_a_search_waits_for_its_own_machine_code_alone(monkeypatch):
+    """The first problem's code is there while the second one's is still being made; once all is chosen nobody goes on."""
+    lines = ("f32[8,16] @ f32[16,8] -> f32", "f32[8,24] @ f32[24,8] -> f32")
+    first, second = (problem_of(parse(line).outputs[0]) for line in lines)
+    target, order, go_on, stopped = replace(detect("cpu"), kind="cuda"), [], threading.Event(), threading.Event()
+
+    def compile_ahead(problems, target, *, done, over, **_):
+        done(first)
+        order.append(f"waits for {list(problems).index(second) + 1}")
+        assert go_on.wait(60)
+        done(second)
+        while not over():
+            time.sleep(0.01)
+        stopped.set()
+
+    def progress(done, total, what):
+        order.append(what)
+        if done == 1 and what.startswith("compiling"):
+            go_on.set()
+
+    monkeypatch.setattr(ahead, "compile_ahead", compile_ahead)
+    monkeypatch.setattr(budget, "search", lambda p, *_, **__: order.append(p) or Mock(checked_s=0.0))
+    shared = budget.BudgetedChooser({first: 1, second: 1}, target, 20.0, cold=False, progress=progress)
+    for problem in (first, second):
+        shared(problem, {})
+    assert order[1:] == [str(first), first, str(second), "compiling what will be tried first", second]
+    assert stopped.wait(60)
 
 
 @pytest.fixture
@@ -143,7 +174,7 @@ def test_who_does_not_answer_is_ended(processes, monkeypatch):
 def test_points_that_come_later_are_for_processes_that_are_left(cores, asked, monkeypatch):
     jobs = [(None, "any", at) for at in (0, 0, 0, 1, 1, 2, 2, 3, 3)]
     monkeypatch.setattr(ahead, "jobs_for", lambda problems, target: jobs)
-    monkeypatch.setattr(ahead.os, "cpu_count", lambda: cores)
+    monkeypatch.setattr(ahead, "usable", lambda: cores)
     monkeypatch.setattr(ahead, "used_fork_server", Mock)
     monkeypatch.setattr(ahead, "_compile_workers", lambda known, count: {Mock(): i for i in range(count)})
     done = []

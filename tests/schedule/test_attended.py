@@ -1,4 +1,4 @@
-"""What an attention's check makes of scores of any size."""
+"""Checks of attention on scores of any size."""
 
 import math
 

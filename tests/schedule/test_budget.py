@@ -1,25 +1,34 @@
 """Time for choosing: by the clock, within one problem as over all of them, and what Ctrl-C leaves."""
 
+import contextlib
+import math
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
 from dataclasses import replace
+from types import SimpleNamespace
 
+import click
 import pytest
 import torch
 from cli_programs import write
 from fake_candidate import Fake
 
 import tilewright
-from tilewright import compiler
+from tilewright import compiler, deadline, errors
+from tilewright.cli.compile import ends_of, left_of
+from tilewright.cli.errors import BEGAN
 from tilewright.dtype import F32, S8
+from tilewright.hardware import ceilings
 from tilewright.hardware.detect import detect
 from tilewright.ir.build import const, input_, map_
 from tilewright.ir.graph import Graph
 from tilewright.ir.notation import parse
 from tilewright.ir.ops import gemm
+from tilewright.report.measure.timing import Rounds, wall_us
 from tilewright.rules import calibrate as calibration
 from tilewright.schedule import budget, measure, tuning_database
 from tilewright.schedule import search as search_module
@@ -148,10 +157,10 @@ def test_all_problems_end_by_the_clock(clock, monkeypatch, tmp_path, checking_s)
     assert 19.9 < limits[0] <= 20.0 and max(limits) <= 40.0 and 2.0 < shares[0] <= 4.0 and sum(s > 0 for s in shares) >= 3
 
 
-@pytest.mark.parametrize(("times", "others"), [(2, "llvm"), (20, "reference")])
-def test_what_is_worth_most_is_chosen_first_and_gets_most(clock, monkeypatch, tmp_path, times, others):
+@pytest.mark.parametrize("times", [1, 20])
+def test_what_is_worth_most_is_chosen_first_and_gets_most(clock, monkeypatch, tmp_path, times):
     """A program whose last step is the heaviest, with time to search one problem: that one. The others take the first kernel
-    that passes its check, or the reference where searching the one took far longer than it was given; that is not kept."""
+    that passes its check, however late it is."""
     real, asked = budget.search, []
 
     def costly(problem, target, **how):
@@ -162,58 +171,93 @@ def test_what_is_worth_most_is_chosen_first_and_gets_most(clock, monkeypatch, tm
     monkeypatch.setattr(budget, "search", costly)
     program = compiler.compile(apart(3, 5, 4096), budget_s=2.0, cache=TuningDatabase(CPU, Cache(tmp_path)))
     columns, shares = zip(*asked, strict=True)
-    assert shares[0] > 1.0 and not any(shares[1:])
-    assert columns == ((4096, 5, 3) if others == "llvm" else (4096,))  # the reference is not even checked
-    assert [s.decision.kernel.candidate for s in program.steps] == [others, others, "llvm"]
-    assert len([*Cache(tmp_path).records()]) == (3 if others == "llvm" else 1)
+    assert shares[0] > 1.0 and columns == (4096, 5, 3) and (times == 1 or not any(shares[1:]))
+    assert [s.decision.kernel.candidate for s in program.steps] == ["llvm"] * 3
+    assert len([*Cache(tmp_path).records()]) == 3
 
 
-def test_the_least_that_gives_a_good_program_ends_by_the_clock_too(clock, monkeypatch, tmp_path, caplog):
-    """Fifteen problems of which each kernel takes 2 s to be checked, measured or not, where the time is for six: then libraries
-    serve, which take 0.2 s each, then the reference. All end within a fifth more and one kernel."""
-    real, asked, took_s = budget.search, [], {"llvm": 2.0, "int_mm": 0.2}
+@pytest.mark.parametrize("budget_s", [0.01, 1.0, 10.0, 0.0])
+def test_no_budget_gives_a_worse_program_than_none(clock, monkeypatch, tmp_path, caplog, budget_s):
+    """Fifteen problems of which each kernel takes 2 s to be checked, measured or not. Those that are left once the time is over
+    take what a budget of 0 takes, one check each; they are kept for as little time, and the next compile searches them."""
+    real, asked = budget.search, []
 
     def costly(problem, target, **how):
         decision = real(problem, target, **{**how, "budget_s": 0})
-        clock[0] += took_s[decision.kernel.candidate]
-        asked.append(decision.kernel.candidate)
-        return replace(decision, checked_s=took_s[decision.kernel.candidate])
+        clock[0] += 2.0 + how["budget_s"]
+        asked.append((problem.N, how["budget_s"]))
+        return replace(decision, time_us=1.0, measured=True, checked_s=2.0) if how["budget_s"] else decision
 
     monkeypatch.setattr(budget, "search", costly)
+    monkeypatch.setattr(errors, "_said", set())
     began, cache = clock[0], Cache(tmp_path)
     graph = apart(*range(16, 256, 16))
-    program = compiler.compile(graph, budget_s=10.0, cache=TuningDatabase(CPU, cache))
-    assert 10.0 < clock[0] - began <= 1.2 * 10.0 + 2.0
-    kinds = [s.decision.kernel.candidate for s in reversed(program.steps)]  # the heaviest first
-    assert kinds == sorted(kinds, key=["llvm", "int_mm", "reference"].index) and len(set(kinds)) == 3
-    assert asked == [k for k in kinds if k != "reference"]
-    untried = [r for s in program.steps for r in s.decision.rejected if r.candidate == "llvm" and r.why == budget.OVER]
-    assert len(untried) == 15 - asked.count("llvm")
-    assert f"the time was over (budget_s=10): {len(untried)} problems run on a library or operation by" in caplog.text
-    assert len([*cache.records()]) == asked.count("llvm")
-    x = torch.ones(4, 8, dtype=torch.int8)
-    assert all(torch.equal(y, torch.full_like(y, 8)) for y in program(*[x] * 15))
+    program = compiler.compile(graph, budget_s=budget_s, cache=TuningDatabase(CPU, cache))
+    assert [s.decision.kernel.candidate for s in program.steps] == ["llvm"] * 15 and len(asked) == 15
+    assert clock[0] - began <= 30.0 + 1.2 * budget_s
+    unmeasured = sum(s.decision.time_us is None for s in program.steps)
+    said = re.search(r"g: the time was over before (\d+) problems? (was|were) measured, and the first kernel", caplog.text)
+    late = int(said[1]) if said else 0
+    assert program.finished == (not late) and late <= unmeasured and len([*cache.records()]) == 15
+    assert bool(late) == bool(budget_s) and (budget_s or unmeasured == 15)
+    first = {n for n, share in asked if share}
     asked.clear()
     compiler.compile(graph, budget_s=100.0, cache=TuningDatabase(CPU, cache))
-    assert set(asked) == {"llvm"} and len(asked) >= len(untried)
+    assert {n for n, _ in asked} >= {*range(16, 256, 16)} - first
 
 
-def test_a_short_budget_is_no_worse_than_none(clock, monkeypatch):
-    """Reading alone may take a second: for what follows the least that gives a good program, 5 s are given."""
-    real = budget.search
+def test_who_works_on_a_problem_is_waited_for_as_long_as_there_is_time(clock, monkeypatch, tmp_path):
+    real, waits = budget.search, []
+    monkeypatch.setattr(budget, "search", lambda *given, **how: real(*given, **{**how, "budget_s": 0}))
 
-    def costly(problem, target, **how):
-        clock[0] += 1.0
-        return real(problem, target, **{**how, "budget_s": 0})
+    class Held(Cache):
+        @contextlib.contextmanager
+        def alone(self, key, wait_s, there=None):
+            waits.append(wait_s)
+            clock[0] += wait_s
+            yield False
 
-    monkeypatch.setattr(budget, "search", costly)
-    for budget_s in (0.0, 0.01):
-        program = compiler.compile(apart(3, 5, 7), budget_s=budget_s, cache=False)
-        assert [s.decision.kernel.candidate for s in program.steps] == ["llvm"] * 3
+    for budget_s, expected in ((1.0, [1.0, 0.0]), (100.0, [30.0, 30.0]), (0.0, [30.0, 30.0])):
+        waits.clear()
+        compiler.compile(apart(3, 5), budget_s=budget_s, cache=TuningDatabase(CPU, Held(tmp_path / str(budget_s))))
+        assert waits == pytest.approx(expected, abs=1e-6)
+
+
+def test_a_gpus_code_is_made_by_several_processes_once_the_time_is_over(clock, monkeypatch):
+    """Code is made for what is tried first alone, of the problems that are left, the heaviest first."""
+    begun, waited = [], []
+
+    class Ahead:
+        def __init__(self, problems, target, *, within_s=None, first=False, chosen=()):
+            begun.append(([p.N for p in problems], within_s, first))
+
+        def waits(self, problem):
+            return True
+
+        def wait(self, problem, within_s):
+            waited.append(within_s)
+            clock[0] += min(within_s, 0.5)
+
+        def stop(self):
+            begun.append("stop")
+
+    def chosen(problem, target, **how):
+        clock[0] += 4.0
+        return SimpleNamespace(problem=problem, kernel=SimpleNamespace(text="", parts=()), checked_s=1.0)
+
+    monkeypatch.setattr(budget, "Ahead", Ahead)
+    monkeypatch.setattr(budget, "search", chosen)
+    problems = {problem_of(n): 1 for n in apart(16, 32, 48).outputs}
+    gpu = replace(CPU, kind="cuda")
+    decide = budget.BudgetedChooser(problems, gpu, 5.0, cold=False)
+    for problem in sorted(problems, key=decide.weight, reverse=True):
+        decide(problem, {})
+    assert begun == [([48, 32, 16], 5.0, False), "stop", ([16], None, True), "stop"]
+    assert waited[0] == pytest.approx(2.5) and waited[-1] == budget.LIMIT_S and decide.late == 1
 
 
 def test_reading_and_rules_count(clock, monkeypatch, tmp_path):
-    """What they take is not there for searching; and it does not keep anything from being chosen."""
+    """Time that they take is not there for searching; and it does not keep anything from being chosen."""
     real, shares = budget.search, []
 
     def counted(problem, target, **how):
@@ -242,7 +286,7 @@ def test_a_worker_that_is_not_up_in_time_is_done_without(clock, monkeypatch):
 
 
 def test_calibration_ends_when_the_time_is_over(clock, monkeypatch, caplog):
-    """After the batch under way, with what was seen until then; without a budget it takes them all."""
+    """Calibration ends after the batch under way, with what was seen until then; without a budget it takes them all."""
     evaluate, search, seen = calibration.evaluate, budget.search, []
     monkeypatch.setattr(budget, "search", lambda *given, **how: search(*given, **{**how, "budget_s": 0}))
 
@@ -368,3 +412,42 @@ def test_ctrl_c_keeps_the_best_so_far(tmp_path):
     assert p.returncode == 130 and "1 choice is kept" in said, said
     (kept,) = Cache(tmp_path / "cache").records()
     assert kept.time_us > 0 and kept.problem == "f32[64,64] @ f32[64,64]"
+
+
+def test_a_used_up_budget_is_not_one_of_0(clock):
+    """A budget of 0 would leave nothing out. Half a second of ten is left, then none."""
+    with click.Context(click.Command("perf")) as context:
+        context.meta[BEGAN] = clock[0]
+        clock[0] += 9.5
+        assert left_of(10.0) == pytest.approx(0.5) and left_of(0.0) == 0 and ends_of(0.0) == math.inf
+        assert 0 < left_of(10.0, 2.0) < 0.01
+        clock[0] += 50.0
+        assert 0 < left_of(10.0) < 0.01 and ends_of(10.0) < clock[0]
+
+
+@pytest.mark.parametrize(("takes_s", "count", "calls"), [(0.001, 5, 7), (0.3, 4, 5), (5.0, 1, 1)])
+def test_what_is_far_slower_than_there_is_time_is_timed_less_often(clock, takes_s, count, calls):
+    """Five times at least, within ten times the time there is; a call that takes longer than that is its own warm-up."""
+    seen = []
+
+    def run():
+        seen.append(clock[0])
+        clock[0] += takes_s
+
+    times = wall_us(run, "cpu", Rounds.of(None, 0.1 if takes_s > 0.01 else 0.001))
+    assert times == pytest.approx([1e6 * takes_s] * count) and len(seen) == calls
+    assert len(wall_us(run, "cpu", Rounds.of(3, 0.1))) == 3  # as asked for
+
+
+@pytest.mark.parametrize(("left_s", "calls"), [(math.inf, 9), (0.045, 5), (-1.0, 1)])
+def test_past_the_time_the_machine_is_measured_no_more(clock, left_s, calls):
+    seen = []
+
+    def run():
+        seen.append(clock[0])
+        clock[0] += 0.01
+
+    late = pytest.raises(deadline.OverrunError) if left_s < math.inf else contextlib.nullcontext()
+    with deadline.until(clock[0] + left_s), late:
+        assert ceilings._best_seconds(run, "cpu") > 0
+    assert len(seen) == calls

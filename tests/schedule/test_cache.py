@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import math
 import os
 import stat
 import subprocess
 import sys
 import threading
-import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -32,7 +33,7 @@ from tilewright.schedule import cache as cache_module
 from tilewright.schedule import key as key_module
 from tilewright.schedule import tuning_database as database
 from tilewright.schedule.bench import Bench
-from tilewright.schedule.cache import Cache, file_system
+from tilewright.schedule.cache import Cache, file_system, user_cache
 from tilewright.schedule.candidate import Schedule, concerns, plan_for, refusal
 from tilewright.schedule.key import budgets_for, circumstances, digest_of, text_of
 from tilewright.schedule.problem import Problem, problem_of
@@ -103,10 +104,10 @@ def test_each_field_of_the_key_changed_alone_is_a_miss(tmp_path):
 
 
 def test_each_thing_that_a_choice_depends_on_is_in_the_key(monkeypatch):
-    """What the fields are made of: change it where it comes from, and see the field change, and no other."""
+    """Change what a field is made of where it comes from, and see the field change, and no other."""
 
     def fields():
-        for made in (key_module._libraries, key_module._own, key_module._driver):
+        for made in (key_module._libraries, key_module.code_version, key_module._driver):
             made.cache_clear()
         return msgspec.structs.asdict(circumstances(target, excess_precision=excess))
 
@@ -308,9 +309,12 @@ def test_what_was_verified_is_not_verified_again_but_for_a_sample(kept, examined
     assert len(examined) == before + 2
 
 
-def test_the_sample_is_a_share_drawn_by_key():
+def test_the_sample_is_a_share_drawn_by_key(monkeypatch):
+    monkeypatch.setattr(database, "_rechecking_s", 0.0)  # what other tests of this process took
     drawn = [database._drawn(i.to_bytes(2)) for i in range(4000)]
     assert 100 < sum(drawn) < 320 and drawn == [database._drawn(i.to_bytes(2)) for i in range(4000)]
+    monkeypatch.setattr(database, "_rechecking_s", database.RECHECKING_S)
+    assert not any(database._drawn(i.to_bytes(2)) for i in range(4000))
 
 
 @pytest.mark.parametrize(
@@ -339,7 +343,7 @@ def _llvm(problem):
 
 @pytest.mark.parametrize(("text", "parts", "shared"), [("t", (), True), ("", (), False), ("t", (("gemm", "onednn"),), False)])
 def test_numbers_count_where_the_text_does_not_tell_them(kept, text, parts, shared):
-    """Of one text that takes numbers as arguments one verdict serves; a library's call is verified for its own numbers."""
+    """One verdict serves a text that takes numbers as arguments; a library's call is verified for its own numbers."""
     one, other = (problems(program(scale))[0] for scale in (2.0, 3.0))
     kernel = replace(_llvm(one).build(next(iter(_llvm(one).schedules()))), text=text, parts=parts)
     known = TuningDatabase(CPU, kept)
@@ -418,19 +422,26 @@ def test_a_hinted_point_comes_first_and_a_foreign_one_never(kept):
     assert TuningDatabase(target, None, hints=[record("other")]).candidates(problem) is None
 
 
-def test_one_process_measures_and_others_wait_for_a_while(tmp_path):
+def test_one_process_measures_and_others_wait_for_a_while(tmp_path, monkeypatch):
     one, two = Cache(tmp_path), Cache(tmp_path)
+    now_s, kept_s = 0.0, math.inf
+
+    def sleep(seconds):
+        nonlocal now_s
+        now_s += seconds
+        if now_s >= kept_s:
+            one.put(record("0"))
+
+    monkeypatch.setattr(cache_module, "time", SimpleNamespace(monotonic=lambda: now_s, sleep=sleep))
     with one.alone(KEY, 1) as held:
         assert held
-        started = time.monotonic()
         with two.alone(KEY, 0.2) as too:
             assert not too
-        assert 0.2 <= time.monotonic() - started < 5
-        threading.Timer(0.2, lambda: one.put(record("0"))).start()
-        started = time.monotonic()
+        assert 0.2 <= now_s < 0.4
+        now_s, kept_s = 0.0, 0.2
         with two.alone(KEY, 60) as too:
             assert not too and two.get(KEY) == record("0")
-        assert time.monotonic() - started < 30
+        assert 0.2 <= now_s < 0.4
     one.clear()
     with two.alone(KEY, 1) as held:
         assert held
@@ -492,7 +503,7 @@ def test_a_folder_that_is_a_link_is_not_used(tmp_path, kept, caplog, monkeypatch
     (tmp_path / "x").symlink_to(tmp_path / "there")
     unusable(Cache(tmp_path / "x"), caplog, "x is a link")
     monkeypatch.setenv("TILEWRIGHT_CACHE", str(tmp_path / "x"))
-    assert database.user_cache() is None
+    assert user_cache() is None
     (line,) = lines_of(caplog)
     assert "it is a link" in line and list((tmp_path / "there").iterdir()) == []
 
@@ -570,9 +581,9 @@ def test_a_folder_of_someone_else_is_done_without(tmp_path):
 
 def test_no_home_is_done_without(monkeypatch, kept, caplog, tmp_path):
     monkeypatch.delenv("TILEWRIGHT_CACHE", raising=False)
-    monkeypatch.setattr(database.cache_folder.__globals__["platformdirs"], "user_cache_dir", lambda *a, **k: "~/.cache/x")
+    monkeypatch.setattr("platformdirs.user_cache_dir", lambda *a, **k: "~/.cache/x")
     monkeypatch.chdir(tmp_path)
-    assert database.user_cache() is None and database.user_cache() is None
+    assert user_cache() is None and user_cache() is None
     (line,) = lines_of(caplog)
     assert "home" in line and list(tmp_path.iterdir()) == []
 
@@ -580,7 +591,7 @@ def test_no_home_is_done_without(monkeypatch, kept, caplog, tmp_path):
 def test_a_folder_that_cannot_be_made_is_done_without(monkeypatch, kept, caplog, tmp_path):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("TILEWRIGHT_CACHE", str(tmp_path / "file" / "cache"))
-    assert database.user_cache() is None
+    assert user_cache() is None
     (line,) = lines_of(caplog)
     assert str(tmp_path / "file") in line and line.endswith("; TILEWRIGHT_CACHE names another folder")
 

@@ -2,11 +2,11 @@
 
 import heapq
 import random
-import time
 from dataclasses import replace
 
 import numpy as np
 import pytest
+from work import counting
 
 from tilewright.candidates.llvm.gemm import candidate as gemm
 from tilewright.candidates.llvm.gemm.dots import choose
@@ -109,12 +109,9 @@ def test_thousands_are_ranked_at_once():
     target = machine("x86_64_avx512_bf16")
     points = space(p, target)
     assert len(points) > 5000
-    spent = []
-    for _ in range(5):
-        start = time.perf_counter()
+    with counting() as calls:
         next(ranked(p, target))
-        spent.append(time.perf_counter() - start)
-    assert min(spent) < 0.25, "50 ms where nothing else runs"
+    assert calls.count < len(points)
 
 
 def simulated(blocks, p, cores):

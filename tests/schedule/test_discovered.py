@@ -381,6 +381,7 @@ def test_four_bit_codes_take_the_byte_kernels():
 def test_candidates_are_found_by_file_name(tmp_path):
     (tmp_path / "shiny.py").write_text(
         "class Shiny:\n    name = 'shiny'\n    kinds = frozenset({'gemm'})\n    devices = frozenset({'cpu'})\n"
+        "    ranks = 'one'\n"
         "    preference = 1\n\nCANDIDATE = Shiny()\n"
     )
     (tmp_path / "_hidden.py").write_text("raise RuntimeError('never read')\n")
@@ -413,7 +414,7 @@ def test_a_line_with_a_weight_may_be_packed_once():
 
 @pytest.mark.parametrize("text", ["f32[16,24] @ f32[24,40], gelu", "f32[16,24] @ f32[24,40] + bias, relu -> bf16"])
 def test_what_was_taken_apart_is_built_again_of_the_same_pieces(text, monkeypatch):
-    """From the point that a record keeps, without another search."""
+    """The point that a record keeps is enough: there is no other search."""
     problem, split = posed(text), FOUND["split"]
     first = search(problem, CPU, budget_s=0.05, candidates=[split]).kernel
     assert len(str(first.schedule["by"]).split(", ")) == 2

@@ -48,6 +48,22 @@ def test_the_same_bits_are_packed_once_while_somebody_holds_them():
     assert len(made) == count + 1
 
 
+def test_a_weight_that_lies_where_another_one_lay_is_another_one():
+    memory, digests = np.zeros(600, np.float32), {}
+    one = torch.from_numpy(memory)
+    with packed.unwritten([one], digests):
+        first = packed_once([one], "a place", lambda: torch.zeros(1))
+    one.share_memory_()  # which moves it
+    memory[:] = 1
+    other = torch.from_numpy(memory)
+    with packed.unwritten([one, other], digests):
+        assert packed_once([other], "a place", lambda: torch.ones(1)) is not first
+        assert packed_once([one], "a place", lambda: torch.ones(1)) is first
+    del one
+    with packed.unwritten([other], digests):
+        assert len(digests) == 1
+
+
 @pytest.mark.parametrize("text", ["f32[{},96] @ f32[96,250] + bias, gelu", "s8[{},96] @ s8[96,250] -> s8"])
 def test_rows_of_any_number_share_a_packing(text, monkeypatch):
     packs = []
@@ -103,7 +119,7 @@ def test_several_tensors_are_packed_together_once():
 @settings(max_examples=40, deadline=None)
 @given(st.integers(1, 9 * WORDS), st.integers(0, 2**32 - 1), st.integers(0, 7))
 def test_sums_tell_single_bits_apart(count, seed, bit):
-    """What stands for a GPU's weights; the arithmetic is the same on a CPU."""
+    """Bytes stand for a GPU's weights; the arithmetic is the same on a CPU."""
     chance = np.random.default_rng(seed)
     flat = torch.from_numpy(chance.integers(0, 256, count, dtype=np.uint8))
     before = sums(flat)

@@ -66,13 +66,11 @@ def timed(monkeypatch):
 
 @pytest.mark.skipif(available() is not None, reason="no kernels are generated here")
 def test_broken_machine_code_is_refused_before_it_is_timed(planted, timed, monkeypatch, request):
-    """Beside each stands what it was made from, unbroken, which passes: so it is the mistake that is found."""
+    """Each stands beside what it was made from, unbroken, which passes: so it is the mistake that is found."""
     monkeypatch.delenv(SWITCH, raising=False)
     problem = problem_of(parse("f32[512,1100] @ f32[1100,145]").outputs[0])
     generated = [c for c in planted if "offsets" not in c.name]
     assert all(address(c) is not None for c in planted) and {*WHY} - {"offsets_of_32_bits"} == {*MISTAKES} - {"sound"}
-    before = torch.get_num_threads()
-    request.addfinalizer(lambda: torch.set_num_threads(before))
     torch.set_num_threads(2)  # one alone does not race
     target = replace(CPU, cores=2)
     for _ in range(20):  # where others keep the processors busy, threads that race may happen to take turns
@@ -102,7 +100,7 @@ def test_offsets_that_are_too_narrow_are_refused_before_they_are_timed(planted, 
 
 
 def refusals(decision):
-    """Why each candidate that was not timed was refused."""
+    """Reasons why candidates that were not timed were refused, by name."""
     return {r.candidate: r.why for r in decision.rejected if r.time_us is None}
 
 

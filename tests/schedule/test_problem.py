@@ -1,12 +1,14 @@
-"""What gemms, attentions and fusions ask, read off their expressions."""
+"""Problems of gemms, attentions and fusions, read off their expressions."""
 
 import pytest
+import torch
 
 from tilewright.dtype import BF16, F16, F32, F64, S4, S8, S32
 from tilewright.ir.build import broadcast, const, convert, input_, map_, reshape, slice_, swap_last, transpose
 from tilewright.ir.graph import Node
 from tilewright.ir.notation import parse
 from tilewright.ir.ops import Acc, Attention, Convert, Dequantize, Gemm, LayerNorm, Param, Quantize, gemm
+from tilewright.ir.ops.attention import Causal, causal_shift, pairs_seen
 from tilewright.ir.types import TensorType
 from tilewright.schedule.problem import AttentionProblem, Problem, fusion_of, problem_of, read_operand
 
@@ -127,9 +129,17 @@ def test_attention_is_a_problem_too():
     mask = input_("mask", F32, (5, 7))
     p = problem_of(Node(Attention(0.5, "lower"), q, k, v, mask))
     assert isinstance(p, AttentionProblem) and p.kind == "attention"
-    assert p.ops == 2 * (2 * 4 * 5) * 7 * 16 and p.bytes == 4 * (320 + 224 + 224 + 35 + 320)
+    assert p.ops == 2 * (2 * 4) * (3 + 4 + 5 + 6 + 7) * 16 and p.bytes == 4 * (320 + 224 + 224 + 35 + 320)
     assert p.outputs == (TensorType(F32, (2, 4, 5, 8)),) and p.weights == (False,) * 4
     assert str(p).startswith("attention q f32[2,4,5,8] k f32[2,2,7,8] v f32[2,2,7,8] mask f32[5,7] causal=lower")
+
+
+@pytest.mark.parametrize(("queries", "keys"), [(7, 7), (3, 10), (10, 3), (1, 5), (5, 1), (0, 4), (4, 0)])
+@pytest.mark.parametrize("causal", ["no", "upper", "lower"])
+def test_pairs_that_causality_leaves(causal: Causal, queries: int, keys: int):
+    seen = torch.ones(queries, keys)
+    seen = seen if causal == "no" else seen.tril(causal_shift(causal, queries, keys))
+    assert pairs_seen(causal, queries, keys) == int(seen.sum())
 
 
 def test_a_fusion_is_the_same_problem_wherever_it_stands():

@@ -20,7 +20,9 @@ from tilewright.ir.build import const, input_
 from tilewright.ir.graph import Graph
 from tilewright.ir.notation import parse
 from tilewright.ir.ops import gemm
+from tilewright.schedule import cache as cache_module
 from tilewright.schedule import search as search_module
+from tilewright.schedule import space
 from tilewright.schedule import tuning_database as database
 from tilewright.schedule.cache import Cache
 from tilewright.schedule.candidate import discover
@@ -51,9 +53,10 @@ def kept(tmp_path, monkeypatch):
     """A cache in a folder of its own; what this process has seen crash is forgotten, as the next one has not seen it."""
     cache = Cache(tmp_path / "cache")
     shorten(monkeypatch)
-    for module in (compiler, database):
+    for module in (compiler, cache_module):
         monkeypatch.setattr(module, "user_cache", lambda: cache)
-    monkeypatch.setattr(search_module, "_refused", {})
+    monkeypatch.setattr(space, "LOST", {})
+    monkeypatch.setattr(search_module, "LOST", space.LOST)
     monkeypatch.delenv(SWITCH, raising=False)
     yield cache
     cache.close()
@@ -61,7 +64,7 @@ def kept(tmp_path, monkeypatch):
 
 @pytest.fixture
 def candidates(tmp_path, monkeypatch):
-    """Who is found: a sound candidate and whatever a test adds."""
+    """The candidates that are found: a sound one and whatever a test adds."""
     found = [dropped(tmp_path, preference=30)]
     for module in (search_module, database):
         monkeypatch.setattr(module, "discover", lambda **_: found)
@@ -81,7 +84,7 @@ def problem(rows):
 
 def compiled(**how):
     """The decision of a new process."""
-    search_module._refused.clear()
+    space.LOST.clear()
     (decision,) = (s.decision for s in compiler.compile(graph(), **{"budget_s": BUDGET_S, **how}).steps if s.decision)
     return decision
 

@@ -14,16 +14,27 @@ from tilewright.dtype import BF16, F16, F32
 from tilewright.hardware.chips.nvidia_h200 import CHIP
 from tilewright.hardware.detect import cpu
 from tilewright.hardware.target import Target
-from tilewright.ir.build import broadcast, const, input_, map_, reduce_
+from tilewright.ir.build import broadcast, const, convert, input_, map_, reduce_, swap_last
+from tilewright.ir.graph import Node
 from tilewright.ir.notation import parse
-from tilewright.ir.ops import gemm
+from tilewright.ir.ops import Acc, AllReduce, Gemm, Param, ReduceScatter, gemm
+from tilewright.ir.types import TensorType
 from tilewright.schedule.candidate import HasCostModel, Refusal, Schedule, concerns, discover, planned
 from tilewright.schedule.key import circumstances
-from tilewright.schedule.problem import problem_of
+from tilewright.schedule.problem import Problem, problem_of
 from tilewright.schedule.record import Record, checked, with_checksum
 
 TARGETS = [cpu(), Target("NVIDIA H200", CHIP, "cuda", 132, features=frozenset({"cuda", "sm_90"}))]
 X = input_("x", BF16, (64, 256))
+
+
+def between_ranks(op):
+    """A product in bf16 of which ranks add up the sums."""
+    lhs, rhs = TensorType(BF16, (16, 256)), TensorType(BF16, (128, 256))
+    sums = Node(op, convert(Node(Acc(TensorType(F32, (16, 128)))), BF16))
+    return Problem(Gemm(F32, Node(Param(0, lhs)), swap_last(Node(Param(1, rhs))), (sums,)), (lhs, rhs), (False, True))
+
+
 PROBLEMS = [
     *(problem_of(parse(line).outputs[0]) for line in (
         "bf16[64,256] @ bf16[256,128] + bias, gelu -> bf16",
@@ -37,6 +48,8 @@ PROBLEMS = [
     problem_of(attention((1, 2, 1, 128, 128, 64, 64), F16)),
     fusion_of(norm(X), map_("tanh", X)),
     fusion_of(map_("add", *(broadcast(reduce_("add", X, [axis], keepdims=True), X.shape) for axis in (0, 1)))),
+    fusion_of(Node(AllReduce(("tp",), (2,), "add"), X)),
+    *(between_ranks(op) for op in (AllReduce(("tp",), (2,)), ReduceScatter(("tp",), (2,), axis=0))),
 ]  # fmt: skip
 POINTS = 50
 
@@ -57,7 +70,7 @@ def test_a_dataclass_of_knobs_and_its_schedule_name_one_another():
 
 def read_back(schedule, target):
     key = circumstances(target, excess_precision=False)
-    record = Record(key, "a problem", "a candidate", schedule.knobs, 1.0, (), 0.0)
+    record = Record("a candidate", schedule.knobs, 1.0, (), key=key, problem="a problem", made_s=0.0)
     found = checked(with_checksum(record), key.digest(), Record)
     assert found is not None
     return Schedule(found.knobs)

@@ -1,16 +1,15 @@
-"""What one process worked out, the next ones take over: decisions, verdicts on kernels, machine code, tables over rows."""
+"""A second process takes over what the first worked out: decisions, verdicts on kernels, machine code, tables over rows."""
 
 from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from collections import Counter
 from dataclasses import replace
 
 import msgspec
 import pytest
+import warm
 from paths import HELPERS
 from ptx import H200
 from races import StillMeter
@@ -34,8 +33,7 @@ WORK = ("compiled", "verified", "expected", "timed", "searched")
 
 def started(folder, *words, recheck="0"):
     own = {**os.environ, "TILEWRIGHT_CACHE": str(folder), "TILEWRIGHT_RECHECK": recheck, "TILEWRIGHT_WORKER": "0"}
-    script = [sys.executable, str(HELPERS / "counted_process.py"), *map(str, words)]
-    return subprocess.Popen(script, env=own, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    return warm.start([str(HELPERS / "counted_process.py"), *map(str, words)], own)
 
 
 def ended(process):

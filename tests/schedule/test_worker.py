@@ -18,6 +18,7 @@ from paths import python_path
 
 from tilewright.dtype import F32, from_torch
 from tilewright.hardware.detect import detect
+from tilewright.hardware.load import Doing, Had, stopped, threads_of
 from tilewright.ir.build import const, input_
 from tilewright.ir.literal import Literal, bits_of
 from tilewright.ir.notation import parse
@@ -26,6 +27,7 @@ from tilewright.ir.types import TensorType
 from tilewright.schedule import ahead as ahead_module
 from tilewright.schedule import fork_server as fork_server_module
 from tilewright.schedule import search as search_module
+from tilewright.schedule import space
 from tilewright.schedule import worker as worker_module
 from tilewright.schedule.buckets import PackingVariants
 from tilewright.schedule.candidate import discover, plan_for
@@ -69,6 +71,13 @@ def alive(pid):
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
     except OSError:
         return False
+
+
+def wait_for(seen, within_s=20.0):
+    ends = time.monotonic() + within_s
+    while not seen():
+        assert time.monotonic() < ends
+        time.sleep(0.02)
 
 
 def gone(pid, within_s=10.0):
@@ -156,20 +165,28 @@ def test_a_slow_candidate_that_shows_life_is_not_killed(drop, monkeypatch):
     assert search(problem(40), CPU, budget_s=0.02, candidates=[slow]).kernel.candidate == slow.name
 
 
+def one(state="R", ran=0.0, waited=0.0):
+    return {1: Doing(state, ran, waited)}
+
+
 @pytest.mark.parametrize(
     ("doing", "starved"),
     [
-        (lambda now: ("R", now), False),  # it computes all the time
-        (lambda now: ("S", 0.0), False),  # it sleeps, and wants nothing
-        (lambda now: ("R", now / 4), True),  # it would compute, and has a quarter of a processor
-        (lambda now: ("S", now / 4), True),  # so do its other threads, while the first one waits for them
-        (lambda now: ("", 0.0), False),  # nobody knows
+        (lambda t: one("R", t), False),  # it computes all the time
+        (lambda t: one("S"), False),  # it sleeps, and wants nothing
+        (lambda t: {}, False),  # nobody knows
+        (lambda t: one("R", t / 4, 3 * t / 4), True),  # it would compute, and has a quarter of a processor
+        (lambda t: one("R"), True),  # it is in the queue all the time: Linux counts its waiting once it has a core
+        (lambda t: one("R", t // 1 / 4, 3 * (t // 1) / 4), True),  # it has a core for a quarter of each second
+        # So have its other threads, while the first one waits for them: two that have half a core each are no whole one.
+        (lambda t: {1: Doing("S", 0.0, 0.0), 2: Doing("R", t / 2, t / 2), 3: Doing("R", t / 2, t / 2)}, True),
+        (lambda t: {1: Doing("S", 0.0, 0.0), 2: Doing("R", t, 0.0), 3: Doing("R", t / 2, t / 2)}, False),
     ],
 )
 def test_one_that_starved_is_given_more_time_and_not_called_crashed_or_hung(drop, monkeypatch, doing, starved):
-    """For the machine is to blame; it is out of this search, and the next one tries it again."""
+    """The machine is to blame; the candidate is out of this search, and the next one tries it again."""
     monkeypatch.setattr("tilewright.schedule.worker.LIMIT_S", 0.9)
-    monkeypatch.setattr(fork_server_module, "_doing", lambda pid: doing(time.monotonic()))
+    monkeypatch.setattr("tilewright.hardware.load.threads_of", lambda pid: doing(time.monotonic()))
     bad, told = drop("while True: pass"), []
     posed = problem(60 + next(counter))
     d = search(posed, CPU, budget_s=0.02, candidates=[bad, drop(preference=30)], lost=lambda *lost: told.append(lost))
@@ -177,17 +194,54 @@ def test_one_that_starved_is_given_more_time_and_not_called_crashed_or_hung(drop
     assert lost.kind == ("starved" if starved else "lost")
     assert lost.why == (f"no answer in 2 s: killed{BUSY}" if starved else "no answer in 1 s: killed")
     assert told == ([] if starved else [(bad.name, lost.why)])
-    remembered = [name for p, _, name in search_module._refused if p == posed]
+    remembered = [name for p, _, name in space.LOST if p == posed]
     assert remembered == ([] if starved else [bad.name])
 
 
-def test_what_a_process_does_is_read_off_the_system():
-    state, before = fork_server_module._doing(os.getpid())
-    ends = time.process_time() + 0.1
-    while time.process_time() < ends:
-        pass
-    assert state == "R" and 0.05 < fork_server_module._doing(os.getpid())[1] - before < 60
-    assert fork_server_module._doing(1 << 30) == ("", 0.0)
+@pytest.mark.parametrize("what", [{"run": "if len(calls) > 9: time.sleep(9)"}, {"build": "time.sleep(9)"}])
+def test_one_that_starves_is_not_remembered_wherever_it_is_killed(drop, monkeypatch, what):
+    monkeypatch.setattr("tilewright.schedule.worker.LIMIT_S", 0.4)
+    monkeypatch.setattr("tilewright.hardware.load.threads_of", lambda pid: one("R"))
+    bad, told = drop(preference=10, **what), []
+    posed = problem(60 + next(counter))
+    d = search(posed, CPU, budget_s=0.02, candidates=[bad, drop(preference=30)], lost=lambda *lost: told.append(lost))
+    assert [r.kind for r in d.rejected if r.candidate == bad.name] == ["starved"] and told == []
+
+
+def test_what_threads_do_is_read_off_the_system():
+    had = Had(os.getpid())
+    with subprocess.Popen([sys.executable, "-c", "while True: pass"]) as child:
+        try:
+            wait_for(lambda: threads_of(os.getpid()).get(child.pid, Doing("", 0.0, 0.0)).ran_s > 0.02)
+            before = threads_of(os.getpid())[threading.get_native_id()]
+            ends = time.thread_time() + 0.1
+            while time.thread_time() < ends:
+                pass
+            now = threads_of(os.getpid())[threading.get_native_id()]
+            child.send_signal(signal.SIGSTOP)
+            wait_for(lambda: stopped(child.pid))
+        finally:
+            child.kill()
+    assert 0.05 < now.ran_s - before.ran_s < 60 and now.waited_s >= before.waited_s and now.state == "R"
+    assert 0.05 < had.look(60.0) <= 60.0
+    assert threads_of(1 << 30) == {} and not stopped(1 << 30) and Had(1 << 30).look(3.0) == 3.0
+
+
+def test_a_candidate_that_searches_for_what_it_is_made_of_shows_life_meanwhile(drop, monkeypatch):
+    """Each piece takes most of the time that a kernel may be silent for."""
+    monkeypatch.setattr("tilewright.schedule.worker.LIMIT_S", 1.5)
+    pieces = """
+        from tilewright.hardware.detect import detect
+        from tilewright.ir.notation import parse
+        from tilewright.schedule.problem import problem_of
+        from tilewright.schedule.search import search
+        piece = problem_of(parse("f32[9,17] @ f32[17,90]").outputs[0])
+        for _ in range(4):
+            time.sleep(1.0)
+            search(piece, detect("cpu"), budget_s=0.01)
+    """
+    made_of = drop(build=pieces)
+    assert search(problem(90), CPU, budget_s=0.02, candidates=[made_of]).kernel.candidate == made_of.name
 
 
 def test_out_of_memory_is_a_sentence(drop):
@@ -218,7 +272,7 @@ def test_the_worker_has_the_parents_threads_and_leaves_them(drop):
 
 def test_an_interrupt_kills_the_worker_and_the_next_search_has_another(drop, worker, monkeypatch):
     first = worker._pid
-    monkeypatch.setattr(fork_server_module, "_doing", lambda pid: (_ for _ in ()).throw(KeyboardInterrupt()))
+    monkeypatch.setattr("tilewright.hardware.load.threads_of", lambda pid: (_ for _ in ()).throw(KeyboardInterrupt()))
     with pytest.raises(KeyboardInterrupt):
         search(problem(43), CPU, budget_s=0.02, candidates=[drop("time.sleep(60)")])
     assert gone(first)
@@ -335,8 +389,8 @@ def test_a_fork_server_starts_or_is_done_without(drop, monkeypatch, place):
 
 ORPHAN = """
 import os, sys, time
-from tilewright.schedule.fork_server import fork_server
-n = fork_server()
+from tilewright.schedule.fork_server import used_fork_server
+n = used_fork_server()  # which is not given up where importing takes its time
 n.ensure_worker()
 print(n._process.pid, n._pid, flush=True)
 {end}
@@ -409,7 +463,7 @@ def started(path, within_s=60.0):
 
 @pytest.mark.parametrize(("then", "why"), [("time.sleep(600)", "no answer in 1 s: killed"), ("os._exit(3)", "crashed: ")])
 def test_what_a_lost_candidate_started_ends_with_it(drop, tmp_path, monkeypatch, then, why):
-    """As an assembler that a compiler waits for."""
+    """An assembler that a compiler waits for is such a process."""
     monkeypatch.setattr("tilewright.schedule.worker.LIMIT_S", 0.6)
     bad = drop(build=STARTED.format(to=str(tmp_path / "pid")) + then)
     d = search(problem(53 + len(then)), CPU, budget_s=0.02, candidates=[bad, drop()])
@@ -421,9 +475,9 @@ def test_what_an_interrupted_search_started_ends_with_it(drop, tmp_path, monkeyp
     def doing(pid):
         if (tmp_path / "pid").exists():
             raise KeyboardInterrupt
-        return "", 0.0
+        return {}
 
-    monkeypatch.setattr(fork_server_module, "_doing", doing)
+    monkeypatch.setattr("tilewright.hardware.load.threads_of", doing)
     with pytest.raises(KeyboardInterrupt):
         search(problem(54), CPU, candidates=[drop(build=STARTED.format(to=str(tmp_path / "pid")) + "time.sleep(600)")])
     assert gone(started(tmp_path / "pid"))
@@ -448,7 +502,7 @@ def test_what_an_assistant_started_ends_with_it(tmp_path, monkeypatch):
 BOTH = """
 import pickle
 from tests.schedule.test_worker import Does
-n = fork_server()
+n = used_fork_server()
 _, compile_worker = n.compile_worker()
 for connection, text in ((n.worker, {first!r}), (compile_worker, {second!r})):
     connection.send_bytes(pickle.dumps(Does(text)))
@@ -457,7 +511,7 @@ time.sleep(600)
 
 
 def test_nothing_outlives_a_parent_that_is_killed(tmp_path):
-    """Without a word: neither its processes nor what they started."""
+    """Its processes, and what they started, end without a word."""
     paths = [tmp_path / "first", tmp_path / "second"]
     first, second = (STARTED.format(to=str(p)) + "time.sleep(600)" for p in paths)
     env = {k: v for k, v in os.environ.items() if k != SWITCH}

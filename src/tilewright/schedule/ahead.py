@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import contextlib
 import math
-import os
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from contextvars import copy_context
 from multiprocessing.connection import Connection, wait
 
 from tilewright.hardware.target import Target
+from tilewright.processors import usable
 from tilewright.schedule.candidate import MetaPlan, Plan, Precompiled, Refusal, Schedule, concerns, discover, planned
 from tilewright.schedule.fork_server import ForkServer, UnavailableError, end_group, used_fork_server
 from tilewright.schedule.problem import AnyProblem
@@ -23,18 +26,27 @@ from tilewright.schedule.worker import UNTOLD, pickled, settings_here
 POINTS = DEPTH + 2  # of a candidate's space: those that compete from the start and, if processes are left, what comes next
 MOST_PROCESSES = 16
 LIMIT_S = 60.0  # for one kernel
+LOOK_S = 0.2  # between two looks at whether the rest is wanted still
 
 Job = tuple[AnyProblem, str, int | Schedule]  # a candidate's point, or the number of the one that it offers
 
 
 def jobs_for(problems: Sequence[AnyProblem], target: Target) -> list[tuple[AnyProblem, str, int]]:
-    """Problem, candidate and which of its points, first points first; of pieces to which problems are taken apart no others."""
+    """Problem, candidate and which of its points, as searches come to them: of each problem what competes from the start, then
+    the first points of the pieces to which it is taken apart; last what comes next in each problem's spaces."""
     plans = {p: _plans(p, target) for p in problems}
-    pieces = [p for found in plans.values() for plan in found.values() if isinstance(plan, MetaPlan) for p in plan.pieces()]
-    wanted = [(p, found, POINTS) for p, found in plans.items()]
-    wanted += [(p, _plans(p, target), 1) for p in dict.fromkeys(pieces)]
-    able = [(p, [n for n, plan in found.items() if isinstance(plan, Precompiled)], points) for p, found, points in wanted]
-    return [(p, name, at) for at in range(POINTS) for p, names, points in able if at < points for name in names]
+    jobs: dict[tuple[AnyProblem, str, int], None] = {}
+    for problem, found in plans.items():
+        jobs |= dict.fromkeys((problem, name, at) for at in range(DEPTH) for name in _able(found))
+        pieces = dict.fromkeys(p for plan in found.values() if isinstance(plan, MetaPlan) for p in plan.pieces())
+        jobs |= dict.fromkeys((p, name, 0) for p in pieces for name in _able(_plans(p, target)))
+    later = [(p, name, at) for at in range(DEPTH, POINTS) for p, found in plans.items() for name in _able(found)]
+    return [*jobs, *later]
+
+
+def _able(plans: Mapping[str, Plan]) -> list[str]:
+    """The candidates whose machine code can be made beforehand."""
+    return [name for name, plan in plans.items() if isinstance(plan, Precompiled)]
 
 
 def _plans(problem: AnyProblem, target: Target) -> dict[str, Plan]:
@@ -56,6 +68,8 @@ def compile_ahead(
     first: bool = False,
     chosen: Sequence[Job] = (),
     done: Callable[[AnyProblem], None] = lambda problem: None,
+    over: Callable[[], bool] = lambda: False,
+    most: int = MOST_PROCESSES,
 ) -> int:
     """Compile for problems that are about to be searched; how many points processes were found for.
 
@@ -67,15 +81,19 @@ def compile_ahead(
         within_s: seconds by the clock, after which what is not ready is left to the searches.
         first: only what is tried first where nothing is measured.
         chosen: points beside these, for other problems.
-        done: called with a problem whenever a point of it was compiled, or failed.
+        done: called with a problem once what competes from the start was compiled for it, or failed.
+        over: asked again and again; once it says so, what is not ready is left to the searches.
+        most: processes.
     """
-    processes, jobs = min(os.cpu_count() or 1, MOST_PROCESSES), jobs_for(problems, target)
+    processes, jobs = min(usable(), most), jobs_for(problems, target)
     if first:
         leading = {p: (p, name, at) for p, name, at in reversed(jobs)}
         jobs = [leading[p] for p in dict.fromkeys(problems) if p in leading]
     wanted: list[Job] = [*chosen, *jobs[: max(processes, sum(at < DEPTH for *_, at in jobs))]]
-    told = [(problem, _message(problem, target, name, at)) for problem, name, at in wanted]
+    told = [(p if at not in range(DEPTH, POINTS) else None, _message(p, target, name, at)) for p, name, at in wanted]
     messages = [(problem, m) for problem, m in told if m is not None]
+    for problem in set(problems).difference(problem for problem, _ in messages):
+        done(problem)
     if not messages:
         return 0
     try:
@@ -85,7 +103,7 @@ def compile_ahead(
     compile_workers, unanswered = dict[Connection, int](), set[Connection]()
     try:
         compile_workers = _compile_workers(known, min(processes, len(messages)))
-        _work_off(list(compile_workers), messages, unanswered, within_s, done)
+        _work_off(list(compile_workers), messages, unanswered, within_s, done, over)
     finally:
         for each, pid in compile_workers.items():
             each.close()
@@ -115,14 +133,17 @@ def _compile_workers(known: ForkServer, count: int) -> dict[Connection, int]:
 
 def _work_off(
     compile_workers: Sequence[Connection],
-    messages: Sequence[tuple[AnyProblem, bytes]],
+    messages: Sequence[tuple[AnyProblem | None, bytes]],
     unanswered: set[Connection],
     within_s: float | None,
     done: Callable[[AnyProblem], None],
+    over: Callable[[], bool],
 ) -> None:
-    """Have each job done by whoever is free; `unanswered` are those at work. Who takes too long is given nothing any more."""
+    """Have each job done by whoever is free; `unanswered` are those at work. Who takes too long is given nothing any more.
+    A problem is done when all of its jobs are; some have none to tell."""
     until = math.inf if within_s is None else time.monotonic() + within_s
-    left, busy = iter(messages), dict[Connection, tuple[AnyProblem, float]]()
+    left, busy = iter(messages), dict[Connection, tuple[AnyProblem | None, float]]()
+    waiting = Counter(problem for problem, _ in messages)
 
     def give(compile_worker: Connection) -> None:
         """Give a compile worker something to do, if there is something."""
@@ -133,15 +154,77 @@ def _work_off(
                 compile_worker.send_bytes(given[1])
                 busy[compile_worker] = given[0], time.monotonic()
 
+    def answered(compile_worker: Connection) -> None:
+        problem, _ = busy.pop(compile_worker)
+        waiting[problem] -= 1
+        if problem is not None and not waiting[problem]:
+            done(problem)
+
     for each in compile_workers:
         give(each)
-    while busy and (now := time.monotonic()) < until:
+    while busy and (now := time.monotonic()) < until and not over():
         for late in [c for c, (_, since) in busy.items() if now - since > LIMIT_S]:
-            done(busy.pop(late)[0])
-        for ready in wait(list(busy), min(1.0, until - now)):
+            answered(late)
+        for ready in wait(list(busy), min(LOOK_S, until - now)):
             assert isinstance(ready, Connection)
-            done(busy.pop(ready)[0])
+            answered(ready)
             with contextlib.suppress(OSError, EOFError):
                 ready.recv_bytes()
                 unanswered.discard(ready)
                 give(ready)
+
+
+class Ahead:
+    """Machine code that processes make while this one goes on: it waits for a problem's before it searches for the problem.
+
+    Each process that makes some leaves a core to whoever searches.
+    """
+
+    def __init__(
+        self,
+        problems: Sequence[AnyProblem],
+        target: Target,
+        *,
+        within_s: float | None = None,
+        first: bool = False,
+        chosen: Sequence[Job] = (),
+    ) -> None:
+        """Begin; the arguments are those of `compile_ahead`."""
+        self._done = {p: threading.Event() for p in (*(p for p, *_ in chosen), *problems)}
+        self._over = False
+        most = max(1, min(usable(), MOST_PROCESSES) - 1)
+
+        def done(problem: AnyProblem) -> None:
+            if problem in self._done:  # and no piece of one
+                self._done[problem].set()
+
+        def work() -> None:
+            try:
+                compile_ahead(
+                    problems,
+                    target,
+                    within_s=within_s,
+                    first=first,
+                    chosen=chosen,
+                    done=done,
+                    over=lambda: self._over,
+                    most=most,
+                )
+            finally:
+                for event in self._done.values():
+                    event.set()
+
+        threading.Thread(target=copy_context().run, args=(work,), name="tilewright compile", daemon=True).start()
+
+    def waits(self, problem: AnyProblem) -> bool:
+        """Tell whether `wait` would wait."""
+        return problem in self._done and not self._done[problem].is_set()
+
+    def wait(self, problem: AnyProblem, within_s: float = LIMIT_S) -> None:
+        """Wait until what competes from the start for a problem is compiled, or failed; for one not begun not at all."""
+        if problem in self._done:
+            self._done[problem].wait(within_s)
+
+    def stop(self) -> None:
+        """Leave the rest to the searches."""
+        self._over = True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -11,7 +12,7 @@ from typing import TypeVar
 import torch
 
 from tilewright import threads
-from tilewright.hardware.load import Meter
+from tilewright.hardware.load import Meter, uncrowded
 from tilewright.hardware.target import Target
 from tilewright.schedule.candidate import (
     LAST_RESORT,
@@ -24,6 +25,7 @@ from tilewright.schedule.candidate import (
     plan_for,
 )
 from tilewright.schedule.expected import Expected, expect
+from tilewright.schedule.fork_server import pulse
 from tilewright.schedule.guard import guarded, intact, preparing
 from tilewright.schedule.measure import Cold, Fault, Pace, examine, time_interleaved
 from tilewright.schedule.problem import AnyProblem
@@ -34,6 +36,7 @@ T = TypeVar("T")
 
 LARGE_BYTES = 16 << 20  # of a problem, from which a GPU draws its data and computes its right results
 OPS_A_BYTE = 64
+ON_ALL = 0.125  # of a race's time, for its fastest on all threads where it was on one
 FEW_THREADS = 4  # whose kernels stand in the same order on one
 UNCHECKED = "its results cannot be checked"  # begins the sentence where the oracle gives none on random data
 
@@ -79,8 +82,8 @@ class Bench:
         watched: bool = False,
         cold: bool = False,
         counts: Sequence[int] = (),
-        pulse: Callable[[], None] = lambda: None,
-        at: Callable[[int], None] = lambda key: None,
+        pulse: Callable[[], None] = pulse,
+        at: Callable[[int], None] = lambda key: pulse(),
     ) -> None:
         """Random sources for a problem.
 
@@ -90,13 +93,15 @@ class Bench:
             watched: see `measure.examine`.
             cold: weights come from memory when kernels are timed, not from a cache.
             counts: numbers of threads to examine kernels with; as many as there are by default.
-            pulse: called now and then while a kernel is examined or timed.
+            pulse: called now and then while kernels are built, examined or timed: that of the worker by default, in which a
+                candidate may search on a bench of its own for what it is made of.
             at: told the key of what is timed next.
         """
         self._problem, self._target, self._watched, self._counts = problem, target, watched, counts
         self._pulse, self._at = pulse, at
         given = {i: t.to(target.device) for i, t in weights.items() if problem.weights[i]}
-        sources = self._drawn(given)
+        with uncrowded():
+            sources = self._drawn(given)
         drawn = {i: guarded(t.to(target.device)) for i, t in enumerate(sources) if i not in given}
         self._sources = [drawn[i] if i in drawn else given[i] for i in range(len(problem.types))]
         self._guarded = list(drawn.values())
@@ -118,12 +123,14 @@ class Bench:
     def attempt(self, key: int, candidate: Candidate, schedule: Schedule) -> Attempt:
         """Build and verify a point; `times` knows it by `key` if it passes."""
         attempt = self.build(key, candidate, schedule)
+        self._pulse()
         if attempt.fault is None and candidate.preference < LAST_RESORT:
             assert attempt.kernel is not None
             try:
                 self.expect(attempt.kernel.roundoff)
             except Exception as error:
                 return Attempt(attempt.schedule, unchecked(error))
+            self._pulse()
         return attempt if attempt.fault is not None else Attempt(attempt.schedule, self.verify(key), attempt.kernel)
 
     def build(self, key: int, candidate: Candidate, schedule: Schedule) -> Attempt:
@@ -143,9 +150,10 @@ class Bench:
             self.expect_s += time.perf_counter() - start
 
     def _uncrowded(self) -> AbstractContextManager[None]:
-        """A context with one thread where a few would wait for each other, at each barrier, until all have a core."""
+        """A context with one thread where a few would wait for each other, at each barrier, until all have a core; torch has no
+        more than there are cores free."""
         few = self._target.device == "cpu" and 1 < threads.count() <= FEW_THREADS
-        return threads.limited(1) if few and self._meter.load().crowded else nullcontext()
+        return threads.limited(1) if few and self._meter.load().crowded else uncrowded()
 
     def _worked_out(self, roundoff: float) -> Expected:
         """The expected results, computed by torch's own operations in float64."""
@@ -167,7 +175,10 @@ class Bench:
 
     def verify(self, key: int) -> Fault | None:
         """None if the kernel that was built as `key` may be timed, else the reason why not."""
-        candidate, kernel = self._kernels[key]
+        with uncrowded():
+            return self._verified(*self._kernels[key], key)
+
+    def _verified(self, candidate: Candidate, kernel: Kernel, key: int) -> Fault | None:
         try:
             with preparing() if self._watched else nullcontext():
                 runner = kernel.prepare(self._constants)
@@ -201,7 +212,9 @@ class Bench:
 
     def times(self, keys: Sequence[int], budget_s: float) -> Race:
         """The race of points that passed, by key. Where other processes have the cores, a few threads are one for it: how long
-        several wait for each other says nothing of a kernel."""
+        several wait for each other says nothing of a kernel. Times are then scaled by what the fastest gains on all of them."""
+        if not keys:
+            return Race({})
 
         def at(i: int) -> None:
             self._at(keys[i])
@@ -211,9 +224,16 @@ class Bench:
         noise = self._meter.load().noise if device == "cpu" and 1 < count <= FEW_THREADS else ""
         with threads.limited(1 if noise else count):
             race = time_interleaved(runs, device, budget_s=budget_s, at=at, before=self._before)
+        laps = {k: race.laps[i] for i, k in enumerate(keys)}
+        if noise:
+            first = min(range(len(runs)), key=race.us)
+            own_us, here = race.us(first), [runs[first]]
+            whole = time_interleaved(here, device, budget_s=ON_ALL * budget_s, at=lambda _: at(first), before=self._before)
+            gain = min(1.0, max(1 / count, whole.us(0) / own_us)) if 0 < own_us < math.inf else 1.0
+            laps = {k: found.scaled(gain) for k, found in laps.items()}
         self._meter = Meter(device, count)
         noise = f"{noise}; kernels raced on one thread" if noise else race.noise
-        return Race({k: race.laps[i] for i, k in enumerate(keys)}, noise, race.exact)
+        return Race(laps, noise, race.exact)
 
     def close(self) -> None:
         """End the bench; nothing more may be asked of it."""

@@ -6,11 +6,12 @@ not touch that order may change with M.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 
@@ -36,9 +37,10 @@ from tilewright.schedule.candidate import (
 )
 from tilewright.schedule.cost import predict
 from tilewright.schedule.measure import last_cache_bytes
-from tilewright.schedule.problem import Problem
+from tilewright.schedule.problem import AnyProblem, Problem
 from tilewright.schedule.record import End, Key, Range, Table
 from tilewright.schedule.search import Decision, search
+from tilewright.schedule.tuning_database import TuningDatabase
 
 MOST_PACKINGS = 3
 TIMES_LARGEST = 2  # the bytes of the largest packing that there is: for all that are kept together
@@ -143,6 +145,8 @@ def bucketed(
 
     Args:
         posed_at: the problem for a number of rows, and its weights by source index.
+        target: the machine.
+        first, last: the least and the greatest number of rows.
         budget_s: seconds by the clock, more than 0, building and checking included, spread evenly over the races.
         candidates: who may compete; all but the reference by default.
         progress: called with races done, races expected, and what comes next.
@@ -161,6 +165,26 @@ def bucketed(
     probes = sorted({first, last, *(1 << i for i in range(last.bit_length()) if first <= 1 << i <= last)})
     race = _Race(posed_at, target, budget_s, len(probes), progress)
     found = list(candidates if candidates is not None else [c for c in discover() if _serves(c)])
+    families, raced, packed_bytes = _probed(race, probes, found, target)
+    probes = sorted(raced)
+    times = {m: dict(raced[m]) for m in probes}
+    for m, (name, family) in itertools.product(probes, families.items()):
+        if name not in raced[m] and race.serves(m, family):
+            times[m][name] = min(raced[m].values()) * _times_slower(name, m, raced, race.expected(m, family))
+    for name in dict.fromkeys(n for t in times.values() for n in t if n in families and n not in packed_bytes):
+        packed_bytes[name] = race.packed_bytes(next(m for m in probes if name in times[m]), families[name])
+    winners = _winners(times, _kept(times, packed_bytes))
+    table = _cut(race, {m: families[name] for m, name in winners.items()}, raced, first, last)
+    used = dict.fromkeys(r.family.name for r in table)
+    packings = {n: packed_bytes[n] for n in used if packed_bytes[n]}
+    return Buckets(tuple(table), packings, dict(sorted(race.measured.items())), race.noise)
+
+
+def _probed(
+    race: _Race, probes: Sequence[int], found: Sequence[Candidate], target: Target
+) -> tuple[dict[str, PackingVariants], dict[int, dict[str, float]], dict[str, int]]:
+    """The families by name, their times in µs at the numbers of rows at which they raced, and the bytes of packed weights that
+    are known by then."""
     families, raced = dict[str, PackingVariants](), dict[int, dict[str, float]]()
     packed_bytes: dict[str, int] = {}
     for m in _far_apart_first(probes):
@@ -172,41 +196,75 @@ def bucketed(
             if f.candidate.packing_knobs is not None or not packed_bytes[f.name]:
                 families.setdefault(f.name, f)
         raced[m] = dict(race.times(m, _promising(families, raced, m)))
-    probes = sorted(raced)
-    times = {m: dict(raced[m]) for m in probes}
-    for m, (name, family) in itertools.product(probes, families.items()):
-        if name not in raced[m] and race.serves(m, family):
-            times[m][name] = min(raced[m].values()) * _times_slower(name, m, raced, race.expected(m, family))
-    for name in dict.fromkeys(n for t in times.values() for n in t if n in families and n not in packed_bytes):
-        packed_bytes[name] = race.packed_bytes(next(m for m in probes if name in times[m]), families[name])
-    kept = _kept(times, packed_bytes)
+    return families, raced, packed_bytes
+
+
+def _winners(times: Mapping[int, Mapping[str, float]], kept: Collection[str]) -> dict[int, str]:
+    """The family that serves each number of rows: that of the one below, as long as none is faster by far."""
     winners: dict[int, str] = {}
-    for before, m in zip((None, *probes), probes, strict=False):
-        now = {n: times[m][n] for n in kept if n in times[m]}
+    stays = ""
+    for m, of_all in times.items():
+        now = {n: of_all[n] for n in kept if n in of_all}
         best = min(now, key=now.__getitem__)
-        stays = winners.get(before or 0)
-        winners[m] = stays if stays in now and now[stays] <= WORTH * now[best] else best
+        winners[m] = stays = stays if stays in now and now[stays] <= WORTH * now[best] else best
+    return winners
+
+
+def _cut(
+    race: _Race, winners: Mapping[int, PackingVariants], raced: dict[int, dict[str, float]], first: int, last: int
+) -> list[Bucket]:
+    """The ranges of rows. Between neighbours that different families serve, the crossover is found by bisection."""
     table: list[Bucket] = []
     start = first
-    for left, right in itertools.pairwise(probes):
-        if winners[left] != winners[right]:
-            one, two = families[winners[left]], families[winners[right]]
-            low, high = left, right
-            while high - low > 1 and race.room():
-                middle = (low + high) // 2
-                now = raced[middle] = dict(race.times(middle, [one, two]))
-                low, high = (
-                    (middle, high) if now.get(one.name, math.inf) <= WORTH * now.get(two.name, math.inf) else (low, middle)
-                )
-            guessed = low + int((high - low) * _crossing([raced[m] for m in (low, high)], one.name, two.name))
-            tried = dict.fromkeys((min(guessed, high - 1), high - 1, low))
-            end = next((e for e in tried if race.serves(e, one) and race.serves(e + 1, two)), low)
-            table.append(race.bucket(start, end, one))
-            start = end + 1
-    table.append(race.bucket(start, last, families[winners[last]]))
-    used = dict.fromkeys(r.family.name for r in table)
-    packings = {n: packed_bytes[n] for n in used if packed_bytes[n]}
-    return Buckets(tuple(table), packings, dict(sorted(race.measured.items())), race.noise)
+    for (left, one), (right, two) in itertools.pairwise(winners.items()):
+        if one.name == two.name:
+            continue
+        low, high = left, right
+        while high - low > 1 and race.room():
+            middle = (low + high) // 2
+            now = raced[middle] = dict(race.times(middle, [one, two]))
+            stays = now.get(one.name, math.inf) <= WORTH * now.get(two.name, math.inf)
+            low, high = (middle, high) if stays else (low, middle)
+        guessed = low + int((high - low) * _crossing([raced[m] for m in (low, high)], one.name, two.name))
+        tried = dict.fromkeys((min(guessed, high - 1), high - 1, low))
+        end = next((e for e in tried if race.serves(e, one) and race.serves(e + 1, two)), low)
+        table.append(race.bucket(start, end, one))
+        start = end + 1
+    table.append(race.bucket(start, last, winners[last]))
+    return table
+
+
+def untimed(
+    problem: AnyProblem,
+    target: Target,
+    weights: Mapping[int, torch.Tensor],
+    known: TuningDatabase | None,
+    family: PackingVariants | None = None,
+) -> Decision:
+    """The kernel for a problem, chosen without measuring: of a family, where one is given that has a point for just these
+    extents, else of all candidates. It is kept, and found again, by what is known.
+
+    Raises:
+        UnsupportedError: not even the reference ran.
+    """
+    if family is not None:
+        held = None if known is None else known.of_family(family.name)
+        with contextlib.suppress(UnsupportedError):  # no point of its space has the packing for just so many rows
+            return _first(problem, target, weights, held, [family])
+    return _first(problem, target, weights, known, None if known is None else known.candidates(problem))
+
+
+def _first(
+    problem: AnyProblem,
+    target: Target,
+    weights: Mapping[int, torch.Tensor],
+    known: TuningDatabase | None,
+    among: Sequence[Candidate] | None,
+) -> Decision:
+    def choose() -> Decision:
+        return search(problem, target, budget_s=0, candidates=among, weights=weights)
+
+    return choose() if known is None else known.settle(problem, weights, choose)
 
 
 def _far_apart_first(ordered: Sequence[int]) -> Iterator[int]:

@@ -15,29 +15,28 @@ from tilewright.deadline import Budget
 from tilewright.hardware.target import Target
 from tilewright.ir.ops import Const
 from tilewright.progress import Progress
-from tilewright.schedule.ahead import compile_ahead
-from tilewright.schedule.candidate import LAST_RESORT, MATRIX_LIBRARIES, Kernel, concerns, discover, plan_for
+from tilewright.schedule.ahead import LIMIT_S, Ahead
+from tilewright.schedule.candidate import Kernel
 from tilewright.schedule.cost import least_us
 from tilewright.schedule.key import numbers_of, text_of
-from tilewright.schedule.problem import AnyProblem, FusionProblem
-from tilewright.schedule.search import Decision, Interruption, Rejected, search
-from tilewright.schedule.tuning_database import TuningDatabase, rebuilt, repeat
+from tilewright.schedule.problem import AnyProblem
+from tilewright.schedule.search import Decision, Interruption, search
+from tilewright.schedule.tuning_database import WAIT_S, TuningDatabase, rebuilt, repeat
 from tilewright.schedule.worker import ready
 
 LONGEST_S, LONGEST = 2.0, 0.1  # for one problem: seconds, or of a long budget the part
 EVENLY = 0.25  # of the time: shared out evenly, as what is expected of a problem may be wrong; the rest by what it can gain
+FEW, LIGHTEST = 3, 0.25  # problems known, and the part of what they took to be checked that any may take
 CHECKED = 2  # of problems that differ in ordinary numbers alone, where their code is not the same
 LEAST, MOST = 2.0**-24, 2.0**24  # of an ordinary number
-OVER = "not tried: the time for choosing was over"
 
 
-class SharedBudget:
+class BudgetedChooser:
     """Chooses once for each distinct problem, within a budget of time by the clock for all of them.
 
     A problem's share is by the time that a call of the program is expected to spend on it, since that is what a better kernel
     can gain; so ask for the heaviest first (`weight`). What it takes to check the others is kept back. Once the time is over,
-    problems left take the first kernel that passes its check. Where even that took too long, since the machine is busy or the
-    time was short, they take what is there at once (`stopgaps`): a library that passes its check, or the reference.
+    problems left take the first kernel that passes its check, as without a budget: no budget gives a worse program than none.
 
     Problems that differ in numbers written into their expressions alone (the scales of two layers) are searched once: the
     others take the same candidate and schedule, built for their own numbers. A kernel that is generated as the same text is not
@@ -45,10 +44,10 @@ class SharedBudget:
     (`ordinary`).
 
     Attributes:
-        stopgaps: how many problems took what was there at once; that is not kept, so the next compile chooses for them anew.
+        late: how many problems took the first kernel since the time was over; a compile with time chooses for them anew.
     """
 
-    stopgaps: int
+    late: int
 
     def __init__(
         self,
@@ -73,7 +72,7 @@ class SharedBudget:
         self._target, self._database, self._progress = target, database, progress
         self._budget = budget if isinstance(budget, Budget) else Budget(budget)
         self._cold, self._ends, budget_s = cold, self._budget.ends, self._budget.left_s()
-        self.stopgaps = 0
+        self.late = 0
         if database is not None:
             database.of_program(cold=cold)
         self._total = len(problems)
@@ -83,30 +82,35 @@ class SharedBudget:
         self._texts = {p: text_of(p) for p in problems}
         self._ordinary = {p for p in problems if ordinary(p)}
         self._longest_s = max(LONGEST_S, LONGEST * budget_s)
-        self._weights = dict[str, float]()
+        self._weights, self._least = dict[str, float](), dict[str, float]()
         for p, count in problems.items():
             text = self._texts[p]
-            self._weights[text] = self._weights.get(text, 0.0) + count * least_us(p, target)
+            self._least[text] = least_us(p, target)
+            self._weights[text] = self._weights.get(text, 0.0) + count * self._least[text]
         different = {text: p for p, text in self._texts.items()}
         self._accepted_s = min(budget_s / max(len(different), 1), self._longest_s)
         unknown = {t: p for t, p in different.items() if database is None or not database.known(p, self._accepted_s)}
         self._waiting = {text: self._weights[text] for text in unknown}
         chosen = [] if database is None or target.kind == "cpu" else database.to_build(different.values())
+        self._different, self._ahead, self._hurried = different, None, False
         if target.kind != "cpu" and (chosen or (budget_s > 0 and unknown)):
-            if progress is not None:
-                progress(0, self._total, "compiling what will be tried first")
             first = sorted(unknown.values() if budget_s > 0 else (), key=self.weight, reverse=True)
-            compile_ahead(first, target, within_s=budget_s / 2 if budget_s > 0 else None, chosen=chosen)
+            self._ahead = Ahead(first, target, within_s=budget_s if budget_s > 0 else None, chosen=chosen)
 
     def weight(self, problem: AnyProblem) -> float:
         """The time in µs that a call of the program is expected to spend on a problem and those like it, at the least."""
         return self._weights[self._texts[problem]]
+
+    def _least_us(self, problem: AnyProblem) -> float:
+        return self._least[self._texts[problem]]
 
     def __call__(self, problem: AnyProblem, weights: Mapping[int, torch.Tensor]) -> Decision:
         if problem not in self._known:
             if self._progress is not None:
                 self._progress(len(self._known), self._total, str(problem))
             self._known[problem] = self._chosen(problem, weights)
+            if self._ahead is not None and len(self._known) == self._total:
+                self._ahead.stop()
         return self._known[problem]
 
     def _chosen(self, problem: AnyProblem, weights: Mapping[int, torch.Tensor]) -> Decision:
@@ -123,10 +127,7 @@ class SharedBudget:
                     recalled=model.recalled,
                     provisional=model.provisional,
                 )
-        gaps, decision = self.stopgaps, self._searched(problem, weights)
-        if self.stopgaps == gaps:
-            self._alike.setdefault(text, decision)
-        return decision
+        return self._alike.setdefault(text, self._searched(problem, weights))
 
     def _repeated(self, problem: AnyProblem, model: Decision, weights: Mapping[int, torch.Tensor]) -> Decision | None:
         """The model's candidate and schedule for other numbers; None if they do not do. Unless they are the model's very text,
@@ -148,23 +149,26 @@ class SharedBudget:
 
     def _searched(self, problem: AnyProblem, weights: Mapping[int, torch.Tensor]) -> Decision:
         database = self._database
+        self._await_code(problem)
         found = None if database is None else database.find(problem, weights, self._accepted_s)
         if found is not None:
             self._waiting.pop(self._texts[problem], None)
             return found
-        if self._budget.exceeded():
-            return self._stopgap(problem, weights)
         share = self._share(problem)
         if share > 0 and not ready(self._within(share)):
             share = 0.0
         candidates = None if database is None else database.candidates(problem)
         if share <= 0:
+            late = self._budget.over()
+            self.late += late
             how = partial(search, problem, self._target, budget_s=0, candidates=candidates, weights=weights)
-            return how() if database is None else database.settle(problem, weights, how, asked_s=self._accepted_s)
+            if database is None:
+                return how()
+            return database.settle(problem, weights, how, asked_s=0.0 if late else self._accepted_s, within_s=self._waits_s())
         how = partial(search, problem, self._target, budget_s=share, weights=weights, cold=self._cold)
         if database is None:
             return how(within_s=self._within(share))
-        with database.alone(problem, self._accepted_s):
+        with database.alone(problem, self._accepted_s, self._waits_s()):
             found = database.find(problem, weights, self._accepted_s)  # another process may have come to it meanwhile
             if found is not None:
                 return found
@@ -177,24 +181,24 @@ class SharedBudget:
             database.keep(decision, self._accepted_s)  # that of a like budget is not searched again, whatever its share was
         return decision
 
-    def _stopgap(self, problem: AnyProblem, weights: Mapping[int, torch.Tensor]) -> Decision:
-        """The first choice, there at once: a library that passes its check, or the reference, which needs none, where there is
-        no library or no time for that either."""
-        self.stopgaps += 1
-        self._waiting.pop(self._texts[problem], None)
-        able = [c for c in discover() if concerns(c, problem, self._target)]
-        last = [c for c in able if c.preference >= LAST_RESORT]
-        libraries = [c for c in able if c.preference in MATRIX_LIBRARIES and not isinstance(problem, FusionProblem)]
-        if libraries and not self._budget.spent():
-            decision = search(problem, self._target, budget_s=0, candidates=[*libraries, *last], weights=weights)
-            self._alike[self._texts[problem]] = decision  # which the next of them are not checked for either
-            if self._database is not None:
-                self._database.vouch(decision)
-        else:
-            libraries, plan = [], plan_for(last[0], problem, self._target)
-            decision = Decision(problem, plan.build(next(iter(plan.schedules()))), None, (), False, True)
-        others = tuple(Rejected(c.name, "untried", OVER) for c in able if c not in (*libraries, *last))
-        return replace(decision, rejected=(*others, *decision.rejected))
+    def _waits_s(self) -> float:
+        """Seconds to wait for another process that works on a problem."""
+        return self._budget.left_s() if self._budget.seconds > 0 else WAIT_S
+
+    def _await_code(self, problem: AnyProblem) -> None:
+        """Wait until a GPU's machine code is there for what competes from the start, for half of the time left at most; once
+        that is over, for what is tried first."""
+        alike, over = self._different[self._texts[problem]], self._budget.over()
+        if over and self._target.kind != "cpu" and not self._hurried:
+            self._hurried = True
+            if self._ahead is not None:
+                self._ahead.stop()
+            left = {self._different[self._texts[p]] for p in self._texts if p not in self._known}
+            self._ahead = Ahead(sorted(left, key=self.weight, reverse=True), self._target, first=True)
+        if self._ahead is not None and self._ahead.waits(alike):
+            if self._progress is not None:
+                self._progress(len(self._known), self._total, "compiling what will be tried first")
+            self._ahead.wait(alike, self._budget.left_s() / 2 if self._budget.seconds > 0 and not over else LIMIT_S)
 
     def _share(self, problem: AnyProblem) -> float:
         """Seconds for a problem that is searched now. Time to check those that follow is kept back."""
@@ -207,15 +211,18 @@ class SharedBudget:
         return max(0.0, min(free_s * part, self._longest_s))
 
     def _checks_s(self) -> float:
-        """Seconds that checking the problems left may take: what one like it took, else the median, once there is one."""
-        known = [d.checked_s for d in self._known.values()]
-        usual = statistics.median(known) if len(known) > 2 else 0.0
+        """Seconds that checking the problems left may take: what one like it took, else the median, once there is one. Those
+        known first are the heaviest: while they are few, lighter ones count as lighter."""
+        known = {p: d.checked_s for p, d in self._known.items()}
+        usual = statistics.median(known.values()) if known else 0.0
+        heavy = statistics.median(map(self._least_us, known)) if 0 < len(known) < FEW else 0.0
         total, checked = 0.0, Counter(dict.fromkeys(self._alike, 1)) + Counter(self._sampled)
         for problem, text in self._texts.items():
             if text in self._alike and generated(self._alike[text].kernel) and problem in self._ordinary:
                 continue
             if problem not in self._known and (checked[text] < CHECKED or problem not in self._ordinary):
-                total += self._alike[text].checked_s if text in self._alike else usual
+                lighter = min(1.0, max(LIGHTEST, self._least_us(problem) / heavy)) if heavy else 1.0
+                total += self._alike[text].checked_s if text in self._alike else lighter * usual
                 checked[text] += 1
         return total
 

@@ -17,6 +17,7 @@ and everything goes on.
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import re
 import sqlite3
@@ -27,7 +28,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from tilewright.errors import say
-from tilewright.files import foreign, lock, open_own
+from tilewright.files import cache_folder, foreign, lock, open_own
 from tilewright.schedule.record import Kept, Key, Lost, Record, Table, Verdict, checked, with_checksum
 
 BUSY_S = 20.0
@@ -347,3 +348,19 @@ def file_system(folder: Path) -> str:
         if where.is_relative_to(mount) and len(mount.parts) >= found[0]:
             found = (len(mount.parts), right.split()[0])
     return found[1]
+
+
+def user_cache() -> Cache | None:
+    """The cache in the user's folder; None, said once, where there can be no such folder."""
+    try:
+        return _cache_in(cache_folder())
+    except OSError as error:
+        why = f"{error.filename}: {error.strerror}" if error.strerror else str(error)
+        other = "" if "TILEWRIGHT_CACHE" in why else "; TILEWRIGHT_CACHE names another folder"
+        say(f"decisions are not kept: {why}{other}")
+        return None
+
+
+@functools.cache
+def _cache_in(folder: Path) -> Cache:
+    return Cache(folder)

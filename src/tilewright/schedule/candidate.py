@@ -12,7 +12,7 @@ from dataclasses import dataclass, fields, replace
 from functools import cache, lru_cache, wraps
 from hashlib import sha256
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast, runtime_checkable
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar, cast, runtime_checkable
 
 import torch
 
@@ -21,7 +21,7 @@ from tilewright.deadline import OverrunError, considering
 from tilewright.discovery import modules
 from tilewright.errors import UnsupportedError, say
 from tilewright.hardware.target import DeviceKind, Target
-from tilewright.schedule.problem import AnyProblem, ProblemKind
+from tilewright.schedule.problem import AnyProblem, ProblemKind, collectives_of
 
 if TYPE_CHECKING:
     from tilewright.schedule.cost import Work
@@ -136,11 +136,16 @@ class Unsupported(Exception):  # noqa: N818
     it, unlike `errors.UnsupportedError`: another candidate does the problem."""
 
 
+class Inapplicable(Unsupported):
+    """The same of a candidate that is for problems of another type, so that nobody misses it here."""
+
+
 @dataclass(frozen=True)
 class Refusal:
-    """A candidate's answer where it cannot do a problem: `why`, a sentence, which `explain` prints."""
+    """A candidate's answer where it cannot do a problem: `why`, a sentence, which `explain` prints, and its kind."""
 
     why: str
+    kind: Literal["refused", "inapplicable"] = "refused"
 
 
 @runtime_checkable
@@ -197,6 +202,8 @@ class Candidate:
         package: the package that it came with, of a plug-in; "" for ours.
         ranged: of one that can leave extents open, the kernel near a point for a problem with open extents (`Ranged`). It may
             raise anything: then there is none.
+        ranks: of how many a problem is that it is ever asked about: "one" alone; "several", if it holds operations between
+            them; or "any".
     """
 
     name: str
@@ -207,6 +214,7 @@ class Candidate:
     packing_knobs: tuple[str, ...] | None = None
     package: str = ""
     ranged: Callable[[Any, Target, Schedule], Ranged] | None = None
+    ranks: Literal["one", "several", "any"] = "one"
 
 
 @runtime_checkable
@@ -287,7 +295,7 @@ def _planned(candidate: Candidate, problem: AnyProblem, target: Target, _precisi
     try:
         return candidate.plan(problem, target)
     except Unsupported as why:
-        return Refusal(str(why))
+        return Refusal(str(why), "inapplicable" if isinstance(why, Inapplicable) else "refused")
 
 
 def plan_for(candidate: Candidate, problem: AnyProblem, target: Target) -> Plan:
@@ -346,7 +354,9 @@ class _Narrowed:
 
 def concerns(candidate: Candidate, problem: AnyProblem, target: Target) -> bool:
     """Tell whether a candidate is asked about a problem on a device at all."""
-    return problem.kind in candidate.kinds and target.kind in candidate.devices
+    if problem.kind not in candidate.kinds or target.kind not in candidate.devices:
+        return False
+    return candidate.ranks == "any" or candidate.ranks == ("several" if collectives_of(problem) else "one")
 
 
 def discover(extra: Iterable[Path] = (), kind: str | None = None) -> list[Candidate]:

@@ -146,7 +146,18 @@ def least_us(problem: AnyProblem, target: Target) -> float:
         operand = _multiplied(a.dtype, b.dtype, target)
         rate = next((u.ops_per_cycle for u in target.chip.units if u.operand == operand), 0.0)
     compute = ops / (rate * max(target.cores, 1) * clock_ghz(target) * 1e3) if rate else 0.0
-    return max(compute, _read_us("memory", problem.bytes, target, clock_ghz(target)))
+    return max(compute, memory_us(problem.bytes, target))
+
+
+def roughly_us(problem: AnyProblem, target: Target) -> float:
+    """Microseconds expected of a kernel that gives no account of its work, where no rate was measured: a launch, and the
+    problem's least time by the rates that the chip's data file states."""
+    return LAUNCH_US[target.kind] + least_us(problem, target)
+
+
+def memory_us(size: int, target: Target) -> float:
+    """The time in µs of reading bytes from memory, by the rate that was measured or that the chip's data file states."""
+    return float(_read_us("memory", size, target, clock_ghz(target)))
 
 
 def passes(roots: Sequence[Node], *, together: bool) -> Work:

@@ -19,7 +19,8 @@ Scores that are not scaled, of heads of 256 or 512, reach hundreds, and three di
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import cast
 
@@ -30,7 +31,8 @@ from tilewright.ir.anchor import acc_of, operands_of, stores_of
 from tilewright.ir.evaluate import accumulate_in_float64, evaluate_nodes
 from tilewright.ir.expression import QUANTISED_AT_ONCE, ROUNDED_AT_ONCE, depends_on_acc, quantised_to_8_bits, rounds_to_16_bits
 from tilewright.ir.graph import Node, toposort
-from tilewright.ir.ops import Acc, LayerNorm, Map, Param, Reduce, Select, Softmax
+from tilewright.ir.mesh import Mesh, simulate
+from tilewright.ir.ops import Acc, AllReduce, LayerNorm, Map, Param, Reduce, ReduceScatter, Select, Softmax
 from tilewright.ir.ops.gemm import matmul_exact
 from tilewright.schedule.intervals import (
     REDUCING,
@@ -38,6 +40,7 @@ from tilewright.schedule.intervals import (
     Interval,
     by_pieces,
     inflate,
+    met,
     most_at_once,
     orderable,
     part,
@@ -48,8 +51,9 @@ from tilewright.schedule.intervals import (
     unit_roundoff,
 )
 from tilewright.schedule.intervals import size as size_of
-from tilewright.schedule.problem import AnyProblem, AttentionProblem, FusionProblem, Problem, params_of
+from tilewright.schedule.problem import AnchorProblem, AnyProblem, AttentionProblem, FusionProblem, Problem, params_of
 
+OPS_AN_ELEMENT = 2700  # of a product in doubles, in the time that all else takes for an element: 60 ns of a Zen 5 core
 ROUNDINGS = 64  # of an attention's weight and of what is multiplied with it, in the narrowest type on the way
 SCORE_ROUNDINGS = 4  # of a score that is there: scaled, masked, the largest taken off, put to the base of the exponential
 HOPELESS = 40.0  # an error of a score past which nothing is known of its weight
@@ -85,26 +89,62 @@ def expect(problem: AnyProblem, sources: Sequence[torch.Tensor], roundoff: float
     """
     if isinstance(problem, FusionProblem):
         worst, typical = (_worked_out(problem.roots, sources, usual=usual) for usual in (False, True))
-        found = _inexact_nodes(problem.nodes)
+        found = inexact_nodes(problem.nodes)
         return _between(worst, typical, [r in found for r in problem.roots])
     acc, stores = acc_of(problem.node), stores_of(problem.node)
+    given = {n: Interval.exact(sources[cast("Param", n.op).index]) for n in params_of(problem)}
+    dependent = depends_on_acc(stores, inexact_nodes(toposort(stores)))
+    bounds = accumulated(problem, sources, roundoff)
+    usual = False, acc.dtype.is_float
+    worst, typical = (carried(stores, {**given, acc: b}, dependent, usual=u) for b, u in zip(bounds, usual, strict=True))
+    del bounds
+    return _between(worst, typical, _rounding(acc, stores, dependent))
+
+
+def expected_s(problem: AnchorProblem) -> float:
+    """Seconds that `expect` and `check` take on a CPU that multiplies doubles as fast as now: two products' arithmetic, and as
+    much work for each element of the results as so many operations take."""
+    a, b = torch.ones(128, 512, dtype=torch.float64), torch.ones(512, 512, dtype=torch.float64)
+    taken = math.inf
+    for _ in range(3):
+        began = time.perf_counter()
+        torch.mm(a, b)
+        taken = min(taken, time.perf_counter() - began)
+    operations = 2 * problem.ops + sum(t.elements for t in problem.outputs) * OPS_AN_ELEMENT
+    return taken * operations / (2 * a.numel() * b.shape[1])
+
+
+def accumulated(problem: AnchorProblem, sources: Sequence[torch.Tensor], roundoff: float = 0.0) -> tuple[Interval, Interval]:
+    """The accumulator of a gemm or attention, computed in float64, with the bound of its errors and with their typical size."""
+    dtype = acc_of(problem.node).dtype
     params = {n: sources[cast("Param", n.op).index] for n in params_of(problem)}
-    given = {n: Interval.exact(t) for n, t in params.items()}
-    dependent = depends_on_acc(stores, _inexact_nodes(toposort(stores)))
-    if acc.dtype.is_integer:
+    if dtype.is_integer:
         assert isinstance(problem, Problem)
         a, b = _operands(problem, params)
-        exact = matmul_exact(a, b, problem.op.lhs.dtype, problem.op.rhs.dtype, acc.dtype)
-        worst = typical = _carried(stores, {**given, acc: Interval.exact(exact)}, dependent, usual=False)
+        exact = Interval.exact(matmul_exact(a, b, problem.op.lhs.dtype, problem.op.rhs.dtype, dtype))
+        return exact, exact
+    if isinstance(problem, Problem):
+        mid, *ends = _product(problem, params, sources, roundoff)
     else:
-        if isinstance(problem, Problem):
-            ends = _product(problem, params, sources, roundoff)
-        else:
-            ends = _ends(*_attended(problem, params), acc.dtype.to_torch())
-        worst = _carried(stores, {**given, acc: Interval(ends[1], ends[0], ends[2])}, dependent, usual=False)
-        typical = _carried(stores, {**given, acc: Interval(ends[3], ends[0], ends[4])}, dependent, usual=True)
-        del ends
-    return _between(worst, typical, _rounding(acc, stores, dependent))
+        mid, *ends = _ends(*_attended(problem, params), dtype.to_torch())
+    return Interval(ends[0], mid, ends[1]), Interval(ends[2], mid, ends[3])
+
+
+def expect_on_mesh(
+    problem: AnyProblem, draw: Callable[[int], Sequence[torch.Tensor]], mesh: Mesh, rank: int
+) -> tuple[list[torch.Tensor], Expected]:
+    """The sources of a rank of a mesh and what a problem that holds operations between ranks must give there. `draw` gives a
+    rank's sources; every rank's are drawn and worked out here, so that nothing is taken from another process.
+
+    Raises:
+        TilewrightError: the oracle fails on a rank's data.
+    """
+
+    def of_rank(r: int) -> tuple[list[torch.Tensor], Expected]:
+        sources = list(draw(r))
+        return sources, expect(problem, sources)
+
+    return simulate(mesh, of_rank)[rank]
 
 
 def _between(worst: Sequence[Interval], typical: Sequence[Interval], rounds: Sequence[bool]) -> Expected:
@@ -157,36 +197,67 @@ def _product(
     with an error e, adds e.|b|.
     """
     roots = (problem.op.lhs, problem.op.rhs)
-    computed = _inexact_nodes(toposort(roots))
+    computed = inexact_nodes(toposort(roots))
     if computed:
         (a, off_a), (b, off_b) = map(_with_error, _worked_out(roots, sources, usual=False))
     else:
-        a, b = (t.double() for t in _operands(problem, params))
-        off_a, off_b = torch.zeros_like(a[..., :1]), torch.zeros_like(b[..., :1, :])
+        a, b = _operands(problem, params)
+        off_a = off_b = torch.zeros(1, 1, dtype=torch.float64)
     storage = problem.acc.dtype.to_torch()
     u, k, tiny = problem.acc.dtype.epsilon / 2, max(problem.K, 1), torch.finfo(storage).tiny
-    columns, square = b.abs(), b.square().sum(-2, keepdim=True)
 
-    def rows(a: torch.Tensor, off_a: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        product = a @ b
-        bound = ((k + 2) * u + SAFETY * roundoff) * (a.abs() @ columns) + tiny
-        walk = a.square().sum(-1, keepdim=True) @ square / k
-        usual = SAFETY * (math.sqrt(k) * u + roundoff) * (product.square() + walk).sqrt()
+    def product(left: _Factor, right: _Factor) -> tuple[torch.Tensor, ...]:
+        found = left.value @ right.value
+        bound = ((k + 2) * u + SAFETY * roundoff) * (left.size @ right.size) + tiny
+        walk = left.squares @ right.squares / k
+        usual = SAFETY * (math.sqrt(k) * u + roundoff) * (found.square() + walk).sqrt()
         if computed:
-            off = off_a @ (columns + off_b) + a.abs() @ off_b
+            off = left.off @ (right.size + right.off) + left.size @ right.off
             bound, usual = bound + off, usual + off
-        return _ends(product, bound, torch.minimum(bound, usual), storage)
+        return _ends(found, bound, torch.minimum(bound, usual), storage)
 
     shape = problem.acc.shape
-    at_once = max(1, most_at_once(a) * shape[-2] // max(math.prod(shape), 1))
-    if at_once >= shape[-2]:
-        return rows(a, off_a)
+    axis = -1 if shape[-1] > shape[-2] else -2  # the longer one is cut, so that the other operand is small beside a piece
+    at_once = max(1, most_at_once(a) * shape[axis] // max(math.prod(shape), k * shape[axis]))
+    if at_once >= shape[axis]:
+        return product(_Factor.of(a, off_a, -1), _Factor.of(b, off_b, -2))
+    rows, columns = (None, _Factor.of(b, off_b, -2)) if axis == -2 else (_Factor.of(a, off_a, -1), None)
     found = [torch.empty(shape, dtype=storage) for _ in range(5)]
-    for start in range(0, shape[-2], at_once):
-        some = slice(start, start + at_once)
-        for whole, r in zip(found, rows(a[..., some, :], off_a[..., some, :]), strict=True):
-            whole[..., some, :] = r
+    for start in range(0, shape[axis], at_once):
+        length = min(at_once, shape[axis] - start)
+        left = rows or _Factor.of(a.narrow(-2, start, length), _cut(off_a, -2, start, length), -1)
+        right = columns or _Factor.of(b.narrow(-1, start, length), _cut(off_b, -1, start, length), -2)
+        for whole, piece in zip(found, product(left, right), strict=True):
+            whole.narrow(axis, start, length).copy_(piece)
     return tuple(found)
+
+
+def _cut(t: torch.Tensor, axis: int, start: int, length: int) -> torch.Tensor:
+    """A part of an axis; all of one that is broadcast."""
+    return t if t.shape[axis] == 1 else t.narrow(axis, start, length)
+
+
+@dataclass(frozen=True)
+class _Factor:
+    """An operand of a product in float64.
+
+    Attributes:
+        value: what is multiplied.
+        size: its magnitudes.
+        squares: sums of its squares along K.
+        off: how far it may be from what is right, broadcast where that is nothing.
+    """
+
+    value: torch.Tensor
+    size: torch.Tensor
+    squares: torch.Tensor
+    off: torch.Tensor
+
+    @staticmethod
+    def of(value: torch.Tensor, off: torch.Tensor, axis: int) -> _Factor:
+        """An operand that is summed along an axis."""
+        value = value.double()
+        return _Factor(value, value.abs(), torch.linalg.vector_norm(value, dim=axis, keepdim=True).square(), off)
 
 
 def _attended(
@@ -311,12 +382,13 @@ def _with_error(interval: Interval) -> tuple[torch.Tensor, torch.Tensor]:
     return mid, torch.where(mid.isfinite(), torch.maximum(high - mid, mid - low), torch.zeros_like(mid))
 
 
-def _inexact_nodes(nodes: Sequence[Node]) -> set[Node]:
+def inexact_nodes(nodes: Sequence[Node]) -> set[Node]:
     """The nodes whose values round on the way in more than one right way; `nodes` come sources first."""
     found: set[Node] = set()
     for n in nodes:
         op = n.op
-        sums = isinstance(op, (Softmax, LayerNorm)) or (isinstance(op, Reduce) and op.fn in ("add", "mean", "multiply"))
+        reduces = isinstance(op, (AllReduce, Reduce, ReduceScatter)) and op.fn in ("add", "mean", "multiply")
+        sums = isinstance(op, (Softmax, LayerNorm)) or reduces
         steps = isinstance(op, Map) and op.fn not in UNROUNDED
         if ((sums or steps) and n.dtype.is_float) or any(s in found for s in n.src):
             found.add(n)
@@ -327,12 +399,10 @@ def _worked_out(roots: Sequence[Node], sources: Sequence[torch.Tensor], *, usual
     """Expressions over sources, with one of the two bounds."""
     nodes = toposort(roots)
     given = {n: Interval.exact(sources[n.op.index]) for n in nodes if isinstance(n.op, Param)}
-    return _carried(roots, given, _inexact_nodes(nodes), usual=usual)
+    return carried(roots, given, inexact_nodes(nodes), usual=usual)
 
 
-def _carried(
-    roots: Sequence[Node], values: dict[Node, Interval], dependent: Collection[Node], *, usual: bool
-) -> list[Interval]:
+def carried(roots: Sequence[Node], values: dict[Node, Interval], dependent: Collection[Node], *, usual: bool) -> list[Interval]:
     """Expressions from the intervals of their leaves, with one of the two bounds; `values` is used up, for its memory.
 
     `dependent`: the nodes that have more than one right value.
@@ -346,12 +416,14 @@ def _carried(
         for s in n.src:
             if last[s] is n and s not in roots:
                 values.pop(s, None)
-        steps, reduces = isinstance(n.op, (Map, Select)), isinstance(n.op, REDUCING)
+        steps, reduces = isinstance(n.op, (Map, Select)), isinstance(n.op, (*REDUCING, AllReduce, ReduceScatter))
         rounds = reduces or (steps and any(s.dtype.is_float for s in n.src))
         if n not in dependent or (not rounds and all(b.is_exact for b in src)):
             values[n] = Interval.exact(cast("torch.Tensor", n.op.evaluate(n, [b.mid for b in src])))
         elif steps:
             values[n] = propagate(n, src, dependent)
+        elif isinstance(n.op, (AllReduce, ReduceScatter)):
+            values[n] = met(n, src[0])
         elif reduces:
             values[n] = reduced(n, src, usual=usual)
         else:
@@ -405,7 +477,8 @@ def _compare(got: torch.Tensor, expected: Expected, i: int) -> str | None:
             right |= ((g >= lo) & (g <= hi)) | ((lo.isnan() | hi.isnan()) & ~r.isnan())
             error = (g - r).abs()
             counted = w.isfinite() & error.isfinite()
-            total, limit = total + float(error[counted].sum()), limit + float(w[counted].double().sum())
+            total += float(torch.where(counted, error, 0.0).sum())
+            limit += float(torch.where(counted, w.double(), 0.0).sum())
         count = right.numel() - int(right.sum())
         if count and not wrong:
             first = tuple(int(x) + (s.start or 0) for x, s in zip((~right).nonzero()[0], index, strict=True))

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import ctypes
 import json
 import mmap
 import os
@@ -33,8 +32,10 @@ import time
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import IO, Any, cast
+
+from tilewright import children
+from tilewright.hardware.load import Had, stopped
 
 START_S = 60.0  # for the fork server to import torch
 UNUSED_S = 20.0  # after which one that was started and is not used ends
@@ -44,7 +45,6 @@ HAD = 0.6  # of the time that a worker was given: less, and the machine is to bl
 SPINS = "1000"  # some microseconds
 PATIENCE = 2  # times the limit, for a worker that other programs keep from its processors
 SWITCH = "TILEWRIGHT_WORKER"  # 0: everything in the process that asks
-PR_SET_PDEATHSIG = 1
 PULSE, KEY = 0, 8  # places of two numbers in the memory that parent and worker share
 
 Serve = Callable[[Connection, mmap.mmap], None]
@@ -88,7 +88,7 @@ def memory_file(name: str, size_bytes: int) -> int:
 
 
 def end_group(pid: int) -> None:
-    """Kill a worker or of either kind, and what it started."""
+    """Kill a worker of either kind, and what it started."""
     with contextlib.suppress(OSError):  # all of them are gone
         os.killpg(pid, signal.SIGKILL)
 
@@ -245,17 +245,14 @@ class ForkServer:
     def _wait(self, limit_s: float | None) -> None:
         """Wait until there is an answer. Time in which processes are stopped, or the machine sleeps, does not count."""
         assert self.worker is not None
-        waited, had, pulse, before = 0.0, 0.0, self.number(PULSE), time.monotonic()
-        state, used = _doing(self._pid)
+        waited, had, pulse, before, progress = 0.0, 0.0, self.number(PULSE), time.monotonic(), Had(self._pid)
         while not self.worker.poll(SLICE_S):
             now = time.monotonic()
             passed, before = min(now - before, 2 * SLICE_S), now
-            (state, now_used), used_before = _doing(self._pid), used
-            used = now_used
-            if state not in STOPPED:
+            had_now = progress.look(passed)
+            if not stopped(self._pid):
                 waited += passed
-                # It ran, or slept of its own accord.
-                had += min(passed, used - used_before) if used > used_before or state in RUNNING else passed
+                had += had_now
             if self.number(PULSE) != pulse:
                 waited, had, pulse = 0.0, 0.0, self.number(PULSE)
             if limit_s is not None and (had > limit_s or waited > PATIENCE * limit_s):
@@ -269,9 +266,9 @@ class ForkServer:
         """Kill the worker, if there is one; how it ended, as `os.waitpid` says."""
         if self.worker is None:
             return 0
+        end_group(self._pid)  # before it sees its end closed, and ends by itself
         self.worker.close()
         self.worker = None
-        end_group(self._pid)
         with contextlib.suppress(OSError, EOFError):
             self._control.sendall(b"w")
             return int(struct.unpack("q", self._hear(8))[0])
@@ -395,16 +392,19 @@ def _end() -> None:
             _known.stop()
 
 
-STOPPED, RUNNING = frozenset("Tt"), frozenset("R")
+_signs: list[Callable[[], None]] = []
 
 
-def _doing(pid: int) -> tuple[str, float]:
-    """A process's state as Linux names it, and the processor time that it has had in seconds; "" where that is not known."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        return fields[0], (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-    except (OSError, IndexError, ValueError):
-        return "", 0.0
+def pulse() -> None:
+    """Say that the work goes on that a worker was asked for, where it takes long though no call of a kernel does. Does nothing
+    elsewhere."""
+    for sign in _signs:
+        sign()
+
+
+def pulse_by(sign: Callable[[], None]) -> None:
+    """Have `pulse` give this sign of life, in a worker."""
+    _signs[:] = [sign]
 
 
 def fork_server_main(fd: int, serve: Serve) -> None:
@@ -456,8 +456,7 @@ def _live(parent: int, serve: Serve, fd: int, shared_fd: int) -> None:
     in_worker = True
     with contextlib.suppress(OSError):
         os.setpgid(0, 0)
-    with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    children.die_with_parent()
     if os.getppid() != parent:
         os._exit(0)
     try:

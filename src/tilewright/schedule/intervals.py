@@ -27,10 +27,24 @@ from typing import cast
 
 import torch
 
-from tilewright.dtype import F32, F64, PRED, U64, DType
+from tilewright.dtype import F4E2M1FN, F32, F64, PRED, U64, DType
 from tilewright.ir.graph import Node
-from tilewright.ir.ops import Convert, Dequantize, Gather, LayerNorm, Map, Quantize, Reduce, Softmax, Write
+from tilewright.ir.mesh import team
+from tilewright.ir.ops import (
+    AllReduce,
+    Convert,
+    Dequantize,
+    Gather,
+    LayerNorm,
+    Map,
+    Quantize,
+    Reduce,
+    ReduceScatter,
+    Softmax,
+    Write,
+)
 from tilewright.ir.ops.functions import by_bits
+from tilewright.ir.ops.rounding import to_float
 
 PIECE = 1 << 20  # elements of a large tensor that are worked on at once: 8 MiB in float64
 ON_GPU = 16  # times as many on a GPU, which works on a million in less time than an operation takes to be launched
@@ -176,6 +190,8 @@ def propagate(n: Node, src: Sequence[Interval], dependent: Collection[Node]) -> 
 def _known_float(fn: str, src: Sequence[Interval], corners: object, interval: Interval, result: DType) -> Interval:
     """The interval of a function of floats whose ends are those of `interval`."""
     x, y = src[0], src[-1]
+    if result is F4E2M1FN:  # an end where the function is NaN does not show in it
+        return interval.forgotten(any_of([unsure(b) for b in src]), result)
     if fn in ("sine", "cosine"):
         slack = (x.high.double() - x.low.double()).nan_to_num(2.0)
         mid = interval.mid.double()
@@ -416,6 +432,32 @@ def reduced(n: Node, src: Sequence[Interval], *, usual: bool) -> Interval:
     return _scaled(n, mid, slack, src[1:])
 
 
+def met(n: Node, x: Interval) -> Interval:
+    """The result of a reduction over ranks, each of which holds an interval: a sum or product of t floats may be taken in any
+    order, each step rounded to the type that travels, so it lies within t of its unit roundoffs of the sum of sizes."""
+    op = n.op
+    assert isinstance(op, (AllReduce, ReduceScatter))
+    if not (n.dtype.is_float and op.fn in ("add", "multiply")):
+        return spread(n, [x])
+    peers = team()
+
+    def over_ranks(t: torch.Tensor) -> torch.Tensor:
+        """The same reduction in float64, of which this rank has its part."""
+        fold = (lambda v: torch.stack(v).sum(0)) if op.fn == "add" else (lambda v: torch.stack(v).prod(0))
+        whole = peers.exchange(t, op.over, fold)
+        if isinstance(op, AllReduce):
+            return whole
+        extent = n.shape[op.axis]
+        return whole.narrow(op.axis, peers.mesh.index(peers.rank, op.over) * extent, extent)
+
+    here = x.mid.double()
+    off = torch.maximum(x.high.double() - here, here - x.low.double()).nan_to_num(0.0, math.inf, 0.0)
+    off = torch.where(here.isfinite(), off, torch.zeros_like(off))
+    most = over_ranks(size(here) + off)
+    off = over_ranks(off) if op.fn == "add" else most - over_ranks(size(here))
+    return _around(over_ranks(here), off + op.ranks * n.dtype.epsilon / 2 * most, n.dtype)
+
+
 def _integers(n: Node, op: Reduce, x: Interval) -> Interval:
     """Sums of integers are in order until they wrap; of their products and bits nothing is known unless all are exact."""
     interval = Interval.spanning(_value(n, [x.mid]), (_value(n, [x.low]), _value(n, [x.high])))
@@ -462,9 +504,10 @@ def _by_rows(x: Interval, axes: Sequence[int], row: _Row, *, keep: bool) -> tupl
 
 
 def _around(mid: torch.Tensor, slack: torch.Tensor, dtype: DType) -> Interval:
-    storage = dtype.to_torch()
     slack = torch.where(mid.isfinite(), slack, torch.zeros_like(slack))
-    return Interval((mid - slack).to(storage), mid.to(storage), (mid + slack).to(storage))
+    return Interval(
+        *(to_float(t, dtype) if dtype is F4E2M1FN else t.to(dtype.to_torch()) for t in (mid - slack, mid, mid + slack))
+    )
 
 
 def _growth(n: int, usual: bool) -> float:

@@ -81,8 +81,7 @@ def numbers_of(problem: AnyProblem) -> list[Node]:
     """The one-element constants in a problem's expressions; none of a fusion's, whose text has them."""
     if isinstance(problem, FusionProblem):
         return []
-    roots = [r for roots in problem.op.regions().values() for r in roots]
-    return [n for n in toposort(roots) if isinstance(n.op, Const) and n.tensor.elements == 1]
+    return [n for n in toposort(problem.op.region_roots()) if isinstance(n.op, Const) and n.tensor.elements == 1]
 
 
 def circumstances(target: Target, *, excess_precision: bool) -> Key:
@@ -97,7 +96,7 @@ def circumstances(target: Target, *, excess_precision: bool) -> Key:
         driver=_driver() if target.kind == "cuda" else "",
         toolkit=(torch.version.cuda or torch.version.hip or "") if target.kind == "cuda" else "",
         libraries=_libraries() + _environment() + _plug_ins(),
-        tilewright=_own(),
+        tilewright=code_version(),
         numerics=f"excess_precision={excess_precision} {_numerics()}",
         alignment_bytes=ALIGNMENT_BYTES[target.kind],
         cold=False,
@@ -138,7 +137,7 @@ def version(package: str) -> str:
 
 
 @cache
-def _own() -> str:
+def code_version() -> str:
     """Tilewright's version, and a digest of its code: a change to a kernel's source is another kernel."""
     digest = hashlib.sha256()
     for file in sorted(f for folder in CHOOSING for f in (PACKAGE / folder).rglob("*.*") if f.suffix in CODE):

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from tilewright.hardware.load import Meter, Sample, Threads
+from tilewright.hardware.load import Meter, Sample, Threads, free_cores
 from tilewright.hardware.target import Target
 from tilewright.ir.literal import bits_of
 from tilewright.ir.ops.functions import BITS_TYPE, by_bits
@@ -29,6 +29,7 @@ from tilewright.threads import count, limited
 
 HOPELESS = 8  # times as long as the fastest in its first call: not timed any further
 SHORT_S, AGAIN = 0.03, 2  # a first call shorter than this may have been slow by chance, and is made so many times more
+LEAST_ROUNDS, MOST_ROUNDS = 3, 200  # of a race
 LAST_CACHE_BYTES = 8 << 20  # where the machine reports less, or nothing
 REPEATS = 3  # calls more that must give the same bits: a race between threads rarely shows in one
 SPAN_US = 200.0  # between two events of a GPU, so that the few µs that they take themselves show little
@@ -37,6 +38,7 @@ CYCLES_PER_US = 2000  # of a GPU's clock, at most
 SLACK = 1.5  # on the time for which a GPU is kept busy while the host queues calls, as that time varies
 RECORD_US = 10.0  # of the host, about what it takes to record two events
 MOST_AHEAD_US = 20000.0
+KEEPS = "only in memory that held other data in an earlier call: it keeps results"
 LATE = 2  # times that a call is timed again because the device waited for the host
 SLOW_S, SLOWER = 0.25, 5.0  # a run that takes so long, and so many times that of the fastest kernel, is not examined further
 
@@ -71,10 +73,11 @@ def examine(
 ) -> Fault | None:
     """None if a runner may be trusted with `sources`, else the reason why not. Sources that it writes are put right again.
 
-    It runs on other data first, so that a result kept from an earlier call shows; then on `sources` laid out in memory
-    otherwise, as a program's views will hand them over; with rows more than 2^31 bytes apart, where offsets of 32 bits end; as
-    they are; and REPEATS times more, where a race between threads shows. What it gave before must still stand, its sources be
-    untouched, and so the memory beside them and beside its results. Memory for results and scratch holds NaN before each run.
+    It runs on other data first; then on `sources` laid out in memory otherwise, as a program's views will hand them over;
+    written over the other data, so that a result kept from an earlier call shows, by whatever it was kept; with rows more than
+    2^31 bytes apart, where offsets of 32 bits end; and REPEATS times as they are, where a race between threads shows. What it
+    gave before must still stand, its sources be untouched, and so the memory beside them and beside its results. Memory for
+    results and scratch holds NaN before each run.
 
     Args:
         problem, expected, runner: the problem, the results it must have, and the kernel's runner.
@@ -121,7 +124,7 @@ def examine(
     before = [t.clone() for t in of(sources)]
 
     def fault() -> Fault | None:
-        others = variant(lambda t: guarded(_other_data(t)))
+        others = variant(lambda t: guarded(other_data(t)))
         first = run(others)
         kept = [t.clone() for t in first]
         laid_out = variant(guarded if dense else otherwise_laid_out)
@@ -129,35 +132,38 @@ def examine(
         if why is not None:
             plain = check(problem, expected, run(sources))
             return Fault("wrong", why if plain is not None else f"{why} (only when its sources are not contiguous)")
-        again = run(sources)
+        overwrite(others, sources)
+        again = run(others)
         if min(took_s) > max(SLOW_S, SLOWER * pace.fastest_s):
             ratio = min(took_s) / pace.fastest_s
             return Fault("slower", f"slower: a run took {min(took_s) * 1e3:.0f} ms, {ratio:.1f} times the fastest so far")
         why = check(problem, expected, again)
         if why is not None:
-            return Fault("wrong", why)
-        if not _all_same(before, of(sources)) or not _all_same(before, of(laid_out)):
+            plain = check(problem, expected, run(sources))
+            return Fault("wrong", why if plain is not None else f"{why} ({KEEPS})")
+        if not all(all_same(before, of(given)) for given in (sources, others, laid_out)):
             return Fault("failed", "it writes its sources")
         right = [t.clone() for t in again]
         far = variant(lambda t: None if dense else with_wide_strides(t))
         if any(a is not b for a, b in zip(far, sources, strict=True)):
             results = run(far)
-            why = None if _all_same(right, results) else check(problem, expected, results)
+            why = None if all_same(right, results) else check(problem, expected, results)
             if why is not None:
                 return Fault("wrong", f"{why} (only when its sources reach past 2^31 bytes)")
         del far
         for repeat in range(REPEATS):
-            with limited(counts[repeat % len(counts)] if counts else None, gathered=True):
+            with limited(counts[repeat % len(counts)] if counts else None, gathered=True, of_torch=free_cores()):
                 results = run(sources)
-            if not _all_same(right, results):
+            if not all_same(right, results):
                 if exactly:
                     return Fault("failed", "it gave other results when it ran again: a race, or memory that it does not write")
                 why = check(problem, expected, results)
                 if why is not None:
                     return Fault("wrong", f"{why} (only when it ran again)")
-        if not _all_same(kept, first):
+        overwrite(others, variant(other_data))  # what it gave may be a view of them
+        if not all_same(kept, first):
             return Fault("failed", "a result changed when it ran again: it gives memory that it writes later")
-        if not _all_same(before, of(sources)):
+        if not all_same(before, of(sources)):
             return Fault("failed", "it writes its sources")
         if not watch.intact():
             return Fault("failed", "it writes beside its results")
@@ -174,12 +180,20 @@ def examine(
                 t.copy_(was)
 
 
-def _other_data(t: torch.Tensor) -> torch.Tensor:
+def overwrite(memory: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+    """Write sources to memory that a runner was given before, where it is not their own."""
+    for t, given in zip(memory, sources, strict=True):
+        if t is not given:
+            t.copy_(given)
+
+
+def other_data(t: torch.Tensor) -> torch.Tensor:
     """The same elements in reverse order."""
     return by_bits(lambda t: t.flip(0), t.reshape(-1)).reshape(t.shape)
 
 
-def _all_same(a: Sequence[torch.Tensor], b: Sequence[torch.Tensor]) -> bool:
+def all_same(a: Sequence[torch.Tensor], b: Sequence[torch.Tensor]) -> bool:
+    """Tell whether two lists hold the same tensors, to the bit."""
     return len(a) == len(b) and all(_same(x, y) for x, y in zip(a, b, strict=True))
 
 
@@ -224,8 +238,6 @@ def time_interleaved(
     device: str,
     *,
     budget_s: float,
-    min_rounds: int = 3,
-    max_rounds: int = 200,
     at: Callable[[int], None] = lambda i: None,
     before: Callable[[], None] | None = None,
 ) -> Race:
@@ -262,11 +274,11 @@ def time_interleaved(
     racing = [i for i in range(len(runs)) if first[i].own_s <= HOPELESS * best]
     laps: list[list[Sample]] = [[] for _ in runs]
     start = time.perf_counter()
-    for done in range(max_rounds):
+    for done in range(MOST_ROUNDS):
         for i in (*racing[done % len(racing) :], *racing[: done % len(racing)]):
             laps[i].append(once(i))
         meter.look()
-        if done + 1 >= min_rounds and time.perf_counter() - start > budget_s:
+        if done + 1 >= LEAST_ROUNDS and time.perf_counter() - start > budget_s:
             break
     noise = meter.load().noise
     exact = device != "cpu" or count() == 1

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import secrets
 from collections.abc import Callable, Generator, Hashable, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from functools import cache
 from weakref import WeakValueDictionary
@@ -17,8 +18,15 @@ from tilewright.ir.literal import bits_of
 WORDS = 1 << 18  # of 32 bits that are summed together: a megabyte
 AT_ONCE = 16  # such sums: what stands between takes 100 MB
 
-_unwritten: ContextVar[dict[tuple[int, int], bytes | None] | None] = ContextVar("unwritten", default=None)
+Place = tuple[int, int, int]  # of a tensor's elements: its storage, the address of the first, bytes
+_unwritten: ContextVar[dict[Place, bytes | None] | None] = ContextVar("unwritten", default=None)
 _held: WeakValueDictionary[Hashable, torch.Tensor] = WeakValueDictionary()
+
+
+def return_memory() -> None:
+    """Give back to the system what checks and measurements left free in the C library's heap, where it can."""
+    with suppress(AttributeError, OSError, TypeError):
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def packed_once(sources: Sequence[torch.Tensor], form: Hashable, pack: Callable[[], torch.Tensor]) -> torch.Tensor:
@@ -47,13 +55,16 @@ def all_packed_once(
 
 
 @contextmanager
-def unwritten(tensors: Sequence[torch.Tensor], digests: dict[tuple[int, int], bytes | None] | None = None) -> Generator[None]:
+def unwritten(tensors: Sequence[torch.Tensor], digests: dict[Place, bytes | None] | None = None) -> Generator[None]:
     """A block in which nobody writes to these tensors, which the caller holds: each is hashed once. Blocks that are given the
-    same `digests` are one such block: nobody writes between them, either."""
+    same `digests` are one such block: nobody writes between them, either. A tensor that torch moves between them is hashed
+    again."""
     known = {} if digests is None else digests
-    for t in tensors:
-        if t.is_contiguous():
-            known.setdefault(_place(t))
+    places = {_place(t) for t in tensors if t.is_contiguous()}
+    for place in known.keys() - places:  # where others may lie by now
+        del known[place]
+    for place in places:
+        known.setdefault(place)
     token = _unwritten.set(known)
     try:
         yield
@@ -61,8 +72,8 @@ def unwritten(tensors: Sequence[torch.Tensor], digests: dict[tuple[int, int], by
         _unwritten.reset(token)
 
 
-def _place(t: torch.Tensor) -> tuple[int, int]:
-    return t.data_ptr(), t.nbytes
+def _place(t: torch.Tensor) -> Place:
+    return t.untyped_storage()._cdata, t.data_ptr(), t.nbytes  # pyright: ignore[reportPrivateUsage]
 
 
 def _bits(t: torch.Tensor) -> bytes:

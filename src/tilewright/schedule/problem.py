@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import ClassVar, Literal
 
 from tilewright.dtype import DType
@@ -16,6 +16,7 @@ from tilewright.ir.ops import (
     Acc,
     Attention,
     Broadcast,
+    Collective,
     Const,
     Convert,
     Dequantize,
@@ -28,6 +29,7 @@ from tilewright.ir.ops import (
     Transpose,
     Write,
 )
+from tilewright.ir.ops.attention import pairs_seen
 from tilewright.ir.shown import show_fusion, show_gemm
 from tilewright.ir.types import Shape, TensorType
 
@@ -208,9 +210,10 @@ class AttentionProblem:
 
     @property
     def ops(self) -> int:
-        """Arithmetic of the two products, causal or not: 2 B H S T (D + Dv)."""
+        """Arithmetic of the two products: 2 B H (D + Dv) for each pair of a query and a key that causality leaves."""
         q, k, v = self.operands[:3]
-        return 2 * math.prod(q.shape[:3]) * k.shape[2] * (q.shape[3] + v.shape[3])
+        pairs = pairs_seen(self.op.causal, q.shape[2], k.shape[2])
+        return 2 * math.prod(q.shape[:2]) * pairs * (q.shape[3] + v.shape[3])
 
     @property
     def bytes(self) -> int:
@@ -313,11 +316,17 @@ AnchorProblem = Problem | AttentionProblem
 AnyProblem = AnchorProblem | FusionProblem
 
 
+@lru_cache(4096)
+def collectives_of(problem: AnyProblem) -> tuple[Node, ...]:
+    """The operations between ranks in a problem's expressions, each after those it depends on."""
+    roots = problem.roots if isinstance(problem, FusionProblem) else problem.op.region_roots()
+    return tuple(n for n in toposort(roots) if isinstance(n.op, Collective))
+
+
 def params_of(problem: AnchorProblem) -> list[Node]:
     """The leaves that stand for the sources, in all expressions of a gemm or attention and around it."""
     node = problem.node
-    regions = [r for roots in node.op.regions().values() for r in roots]
-    return [n for n in toposort((*regions, *node.src)) if isinstance(n.op, Param)]
+    return [n for n in toposort((*node.op.region_roots(), *node.src)) if isinstance(n.op, Param)]
 
 
 def problem_of(node: Node) -> AnchorProblem:

@@ -18,20 +18,24 @@ from tilewright import plug_ins
 from tilewright.ir.artefact import Kind
 from tilewright.ir.graph import Node
 from tilewright.schedule.candidate import Kernel, Runner, discover
+from tilewright.schedule.record import Knobs
 
 
-class Called(msgspec.Struct, frozen=True, tag="called", forbid_unknown_fields=True):
-    """A call of a generated CPU kernel (`candidates/llvm/runtime/calls.py`).
+class CallShape(msgspec.Struct, frozen=True):
+    """The numbers of a call of a generated CPU kernel (`candidates/llvm/runtime/calls.py`).
 
     Attributes:
-        code: name of its object code.
-        pointers, read, first, alone, each, one: as in `calls.Call`.
-        results: types of what it gives.
-        packed, packed_bytes: name and size of the packed right operand, "" and 0 for none.
-        given: extents that its code leaves open, and the problem's numbers.
+        pointers: number of pointers it is given: sources, results, what is given if anything is, scratch, packed right operand.
+        read: sources whose addresses it needs.
+        first: index of the first result's pointer.
+        results: types of the results.
+        alone: bytes of scratch for one thread.
+        each: bytes of scratch for each further thread.
+        one: it is never worth a second thread.
+        packed_bytes: bytes of the packed right operand, 0 for none.
+        given: extents that its code leaves open, and the problem's numbers (`Module.given`).
     """
 
-    code: str
     pointers: int
     read: tuple[int, ...]
     first: int
@@ -39,9 +43,20 @@ class Called(msgspec.Struct, frozen=True, tag="called", forbid_unknown_fields=Tr
     alone: int
     each: int
     one: bool
-    packed: str
-    packed_bytes: int
+    packed_bytes: int = 0
     given: tuple[int, ...] = ()
+
+
+class Called(CallShape, frozen=True, kw_only=True, tag="called", forbid_unknown_fields=True):
+    """A call of a generated CPU kernel.
+
+    Attributes:
+        code: name of its object code.
+        packed: name of the packed right operand, "" for none.
+    """
+
+    code: str
+    packed: str
 
 
 class Prepared(msgspec.Struct, frozen=True, tag="prepared", forbid_unknown_fields=True):
@@ -64,7 +79,7 @@ class Built(msgspec.Struct, frozen=True, tag="built", forbid_unknown_fields=True
     """A kernel that its candidate builds again; `package` is what `plug_ins.said` gives of a plug-in's, "" of ours."""
 
     candidate: str
-    knobs: tuple[tuple[str, bool | int | str], ...]
+    knobs: Knobs
     package: str = ""
 
     @classmethod

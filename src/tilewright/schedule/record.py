@@ -12,13 +12,16 @@ from typing import Annotated, Literal, TypeVar
 import msgspec
 
 from tilewright.errors import InputError
-from tilewright.files import write_whole
+from tilewright.files import NotJSONError, decoded, write_whole
 
 VERSION = 1  # of the JSON file
-Reason = Literal["refused", "unbuilt", "unchecked", "failed", "wrong", "lost", "starved", "slower", "tie", "untried"]
+Reason = Literal[
+    "refused", "inapplicable", "unbuilt", "unchecked", "failed", "wrong", "lost", "starved", "slower", "tie", "untried"
+]
 """The kinds of reason for which a candidate, or a point of its space, is not chosen.
 
     refused: its plan refuses the problem, or could not be made.
+    inapplicable: it is for problems of another type.
     unbuilt: the point could not be built.
     unchecked: the oracle gives no results on random data.
     failed: it raised, or it breaks a rule of kernels (it writes its sources, or gives other bits when it runs again).
@@ -71,7 +74,9 @@ class Key(msgspec.Struct, frozen=True):
 
 Time = Annotated[float, msgspec.Meta(ge=0)]
 Moment = Annotated[float, msgspec.Meta(ge=0, lt=32503680000)]  # seconds since 1970, before the year 3000
-Text = Annotated[str, msgspec.Meta(max_length=4000)]
+LONGEST = 4000  # characters of a sentence that is kept
+Text = Annotated[str, msgspec.Meta(max_length=LONGEST)]
+Knobs = tuple[tuple[Text, bool | int | str], ...]
 
 
 class RejectedRecord(msgspec.Struct, frozen=True):
@@ -83,26 +88,34 @@ class RejectedRecord(msgspec.Struct, frozen=True):
     candidate: Text
     why: Text
     time_us: Time | None
-    knobs: tuple[tuple[Text, bool | int | str], ...] = ()
+    knobs: Knobs = ()
     kind: Reason = "untried"
 
 
-class Record(msgspec.Struct, frozen=True):
-    """One decision: the problem as people read it, the candidate and the point of its space, its time (None if nothing was
-    timed), the others.
+class Choice(msgspec.Struct, frozen=True):
+    """The part of a decision that all who write it down share (`choice.py`).
 
-    `provisional`: why the times are not reliable, "" if they are. `asked_s`: the seconds there were for a problem that nobody
-    timed.
+    Attributes:
+        candidate, knobs: what was chosen, and the point of its space.
+        time_us: its time; None if nothing was timed.
+        rejected: the others.
+        provisional: why the times are not reliable, "" if they are.
     """
+
+    candidate: Text
+    knobs: Knobs
+    time_us: Time | None
+    rejected: tuple[RejectedRecord, ...]
+    provisional: Text = ""
+
+
+class Record(Choice, frozen=True, kw_only=True):
+    """One decision: the choice, the problem as people read it, when it was made, and the seconds that its search might
+    take (`asked_s`)."""
 
     key: Key
     problem: str
-    candidate: Text
-    knobs: tuple[tuple[Text, bool | int | str], ...]
-    time_us: Time | None
-    rejected: tuple[RejectedRecord, ...]
     made_s: Moment
-    provisional: Text = ""
     asked_s: Time = 0.0
 
     def digest(self) -> bytes:
@@ -130,7 +143,7 @@ class Verdict(msgspec.Struct, frozen=True):
 
     key: Key
     candidate: Text
-    knobs: tuple[tuple[Text, bool | int | str], ...]
+    knobs: Knobs
     text: str
     made_s: Moment
 
@@ -142,7 +155,7 @@ class Verdict(msgspec.Struct, frozen=True):
 class End(msgspec.Struct, frozen=True):
     """The kernel at one end of a bucket: the point of its candidate's space, and its time."""
 
-    knobs: tuple[tuple[Text, bool | int | str], ...]
+    knobs: Knobs
     time_us: Time | None
 
 
@@ -152,7 +165,7 @@ class Range(msgspec.Struct, frozen=True):
     first: int
     last: int
     candidate: Text
-    order: tuple[tuple[Text, bool | int | str], ...]
+    order: Knobs
     at_first: End
     at_last: End
 
@@ -191,8 +204,8 @@ def checked(value: object, digest: bytes, type_: type[Kept]) -> Kept | None:
     if not isinstance(value, bytes) or hashlib.sha256(value[32:]).digest() != value[:32]:
         return None
     try:
-        found = msgspec.json.decode(value[32:], type=type_)
-    except (msgspec.DecodeError, UnicodeDecodeError):
+        found = decoded(value[32:], type_)
+    except NotJSONError:
         return None
     return found if found.digest() == digest else None
 
@@ -222,8 +235,8 @@ def read_records(path: Path) -> tuple[Record, ...]:
         InputError: it cannot be read, or holds something else.
     """
     try:
-        return msgspec.json.decode(path.read_bytes(), type=Exported).records
+        return decoded(path.read_bytes(), Exported).records
     except OSError as error:
         raise InputError(f"cannot be read: {error.strerror}", where=str(path), hint="a file of `tune --export`") from error
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+    except NotJSONError as error:
         raise InputError(f"no records: {error}", where=str(path), hint="a file of `tune --export`") from error

@@ -86,18 +86,20 @@ class _Sampler:
             self._settle(n.src[1], 2 / code.max if code.is_integer else 1.0, positive=True)
 
     def _settle_truth(self, n: Node) -> None:
-        """Integers that are taken as truth values are 0 and 1: ones as far as a random place, as padding leaves them, and with
-        holes in every second row."""
-        if not (isinstance(n.op, Convert) and n.dtype is PRED and n.src[0].dtype.is_integer and isinstance(n.src[0].op, Param)):
+        """Truth values, and integers that are taken for them, are ones up to a random place in their second half, as padding
+        leaves them; one row of eight, or the only one, ends anywhere and has holes."""
+        given = n.src[0] if isinstance(n.op, Convert) and n.dtype is PRED and n.src[0].dtype.is_integer else n
+        if not isinstance(given.op, Param) or (given is n and n.dtype is not PRED):
             return
-        index, t = n.src[0].op.index, n.src[0].tensor
+        index, t = given.op.index, given.tensor
         if index in self._given | self._settled or not t.shape:
             return
         self._settled.add(index)
         *rows, extent = t.shape
-        ends = torch.randint(1, extent + 1, (*rows, 1), generator=self._generator) if extent else torch.zeros(*rows, 1)
-        holes = torch.rand(t.shape, generator=self._generator) < 0.25
-        holes &= (torch.arange(math.prod(rows)) % 2 == 1).reshape(*rows, 1)
+        odd = (torch.arange(math.prod(rows)) % 8 == 0).reshape(*rows, 1)
+        share = torch.rand((*rows, 1), generator=self._generator)
+        ends = torch.ceil(extent * torch.where(odd, share, (1 + share) / 2)).clamp(min=1)
+        holes = odd & (torch.rand(t.shape, generator=self._generator) < 0.25)
         self.sources[index] = ((torch.arange(extent) < ends) & ~holes).to(t.dtype.to_torch())
 
     def _settle_indices(self, nodes: Sequence[Node], large_tables: Mapping[int, int]) -> None:

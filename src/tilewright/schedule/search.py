@@ -1,15 +1,16 @@
-"""Choosing a kernel: refuse, build, verify, time, pick. Every decision keeps its reasons."""
+"""Choosing a kernel among what candidates offer (`space.py`): build, verify, time, pick. Every decision keeps its reasons."""
 
 from __future__ import annotations
 
 import itertools
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import torch
 
+from tilewright import threads
 from tilewright.deadline import considering
 from tilewright.errors import UnsupportedError, say
 from tilewright.hardware.target import Target
@@ -19,16 +20,11 @@ from tilewright.schedule.candidate import (
     MATRIX_LIBRARIES,
     Candidate,
     Kernel,
-    Leading,
-    Plan,
-    Precompiled,
-    Refusal,
     Schedule,
-    concerns,
     discover,
     kernel_of,
     labelled,
-    planned,
+    plan_for,
 )
 from tilewright.schedule.cost import predict
 from tilewright.schedule.fork_server import UnavailableError
@@ -36,23 +32,21 @@ from tilewright.schedule.measure import Fault
 from tilewright.schedule.problem import AnyProblem, FusionProblem
 from tilewright.schedule.race import Race
 from tilewright.schedule.record import Reason
+from tilewright.schedule.space import LOST, Space, leader, spaces_of
 from tilewright.schedule.worker import HostedBench, hosted
 
 TIE_BAND = 0.03  # between candidates
+WAITING_BAND = 0.25  # in noise, of what waits for other threads over what does not: a few threads race there as one
 POINT_BAND = 0.05  # between points of one: the cost model's order is worth more than a few percent of one run's times
 DEPTH = 2  # points of each candidate's space that compete from the start
 PROMISING = 1.5  # a candidate this many times slower than the winner is not looked at more deeply
 PATIENCE = 8  # points in a row that were no better, and the rest of the space, ranked below them, is left
 UNBUILT = 4  # points that could not be built, and are made up for by later ones
 RACE, DUEL = 0.5, 0.1  # of the budget, for the points that compete from the start, and for one more against the winner
-# A generated kernel stands behind a library unmeasured, if it is expected to take this many times as long as the library and
-# the microseconds in which torch is called.
-PREDICTED_SLOWDOWN, TORCH_US = 1.5, 10.0
 TIMING = 0.5  # of what it takes to build and check a point, for timing it: a check calls it eight times, a race at least four
+WAITS = "its threads wait for each other, which costs more on a busy machine: the generated kernel is kept"
+OVER = "not tried: the time for choosing was over"
 WHOLE = Schedule()  # where all of a candidate is left out, not one point
-
-# Sentences on candidates that did not come back from a problem in this process, by problem, device and name.
-_refused: dict[tuple[AnyProblem, str, str], str] = {}
 
 
 @dataclass(frozen=True)
@@ -73,6 +67,27 @@ class Rejected:
         return labelled(self.candidate, self.schedule)
 
 
+@dataclass
+class Checked:
+    """The shapes at which code that serves others, too, was checked.
+
+    Attributes:
+        whole: problems of which every element was compared with the reference, on random data.
+        spots: those of which some elements were, of the results of a call.
+    """
+
+    whole: list[AnyProblem] = field(default_factory=list[AnyProblem])
+    spots: list[AnyProblem] = field(default_factory=list[AnyProblem])
+
+    def words(self, problem: AnyProblem) -> str:
+        """The shapes at which code for a problem was checked; "" if at its own."""
+        if problem in self.whole:
+            return ""
+        seen = [f"at {', '.join(map(str, self.whole))}"] if self.whole else []
+        seen += ["some elements of a call at its own"] if problem in self.spots else []
+        return "; ".join(seen) or "at no shape yet"
+
+
 @dataclass(frozen=True)
 class Decision:
     """The kernel chosen for a problem, and why.
@@ -88,6 +103,7 @@ class Decision:
         recalled: its times are those of an earlier search, read back, or its point is one that was imported.
         checked_s: seconds that building and verifying the kernel took, the right results included.
         provisional: why the times are not reliable, "" if they are: the problem is searched again when the machine is quiet.
+        checked: of code that serves several shapes, at which of them it was verified; None if at this one. More may come.
     """
 
     problem: AnyProblem
@@ -99,6 +115,12 @@ class Decision:
     recalled: bool = False
     checked_s: float = 0.0
     provisional: str = ""
+    checked: Checked | None = field(default=None, compare=False)
+
+    @property
+    def elsewhere(self) -> str:
+        """The shapes at which its code was checked, where that is not this one; "" if it is."""
+        return "" if self.checked is None else self.checked.words(self.problem)
 
 
 class Interruption(KeyboardInterrupt):
@@ -110,29 +132,10 @@ class Interruption(KeyboardInterrupt):
 
 
 @dataclass
-class _Space:
-    """The points of a candidate that were not tried yet; `behind`: why it stands behind a candidate of a higher preference."""
-
-    candidate: Candidate
-    plan: Plan
-    points: Iterator[Schedule]
-    behind: str = ""
-
-    def left(self) -> int | None:
-        """The number of points; None where that means compiling them, as for a GPU's that are ranked by their machine code."""
-        if isinstance(self.plan, Precompiled):
-            return None
-        try:
-            return sum(1 for _ in self.points)
-        except Exception:
-            return 0
-
-
-@dataclass
 class _Trial:
     """A point that passed its check."""
 
-    space: _Space
+    space: Space
     attempt: Attempt
     key: int
     took_s: float  # to build and verify
@@ -193,6 +196,18 @@ def search(
     return here.run(competing, depth if budget_s > 0 else 1)
 
 
+def by_reference(problem: AnyProblem, target: Target) -> Decision:
+    """The reference for a problem, which is checked against nothing."""
+    last = next(c for c in discover(kind=target.kind) if c.preference >= LAST_RESORT)
+    plan = plan_for(last, problem, target)
+    return Decision(problem, plan.build(next(iter(plan.schedules()))), None, (), False, True)
+
+
+def _is_generated(trial: _Trial) -> bool:
+    """Tell whether a point is of a generated kernel, which no library's place in the order says."""
+    return trial.space.candidate.preference < MATRIX_LIBRARIES.start
+
+
 class _Search:
     """One search: what was found so far."""
 
@@ -224,7 +239,7 @@ class _Search:
 
     def run(self, candidates: Sequence[Candidate], depth: int) -> Decision:
         """Choose among candidates, of which `depth` points each compete from the start."""
-        spaces = self._spaces(candidates)
+        spaces = spaces_of(self._problem, self._target, candidates, self._reject, timed=self._budget_s > 0)
         fusion = isinstance(self._problem, FusionProblem)
         if fusion and spaces and all(s.candidate.preference >= LAST_RESORT for s in spaces):
             only = spaces[0]
@@ -245,32 +260,32 @@ class _Search:
         for space in spaces:
             if not any(t.space is space for t in self._trials):
                 continue
-            left = space.left()
+            left = space.left() if self._budget_s > 0 else None
             if left is None:
-                self._leave(space, "what ranks below, if anything does, was not tried")
+                self._leave(space, "no more of its settings were tried")
             elif left:
                 points = "1 more point" if left == 1 else f"{left:,} more points"
                 self._leave(space, f"{points} ranked below {'was' if left == 1 else 'were'} not tried")
         return self._settled(winner, spaces)
 
-    def _opened(self, spaces: Sequence[_Space]) -> Bench | HostedBench:
+    def _opened(self, spaces: Sequence[Space]) -> Bench | HostedBench:
         given = self._problem, self._target, self._weights
         in_worker = hosted(*given, [s.candidate for s in spaces], cold=self._cold) if self._in_worker else None
         return in_worker or Bench(*given, cold=self._cold and self._budget_s > 0)
 
-    def _unchecked(self, spaces: Sequence[_Space]) -> Decision:
+    def _unchecked(self, spaces: Sequence[Space]) -> Decision:
         """The reference, unexamined, where it fails on random data: what a program computes of its own it may well do."""
         for space in spaces:
             if space.candidate.preference >= LAST_RESORT:
                 return self._decision(space.plan.build(next(iter(space.plan.schedules()))), verified=False)
         raise self._nothing()
 
-    def _found(self, spaces: Sequence[_Space], depth: int) -> _Trial | None:
+    def _found(self, spaces: Sequence[Space], depth: int) -> _Trial | None:
         """The winner among all spaces; None if the oracle cannot compute the right results on random data."""
         fusion = isinstance(self._problem, FusionProblem)
         for space in spaces:
             if self._trials and self._budget_s <= 0:
-                self._leave(space, space.behind or "not tried: no time budget, and an earlier candidate passed")
+                self._leave(space, space.behind or "not tried: an earlier candidate passed, and nothing was timed")
             elif self._trials and space.candidate.preference >= LAST_RESORT and not fusion:
                 self._leave(space, "not timed: a verified kernel exists")
             else:
@@ -287,12 +302,12 @@ class _Search:
             self._leave(trial.space, "not timed: the time for choosing was over", trial.attempt.schedule)
         return first
 
-    def _enter(self, space: _Space, depth: int) -> None:
+    def _enter(self, space: Space, depth: int) -> None:
         """Let so many points of a space compete; in place of one that cannot be built the next one, a few times."""
         built = tried = 0
         while built < depth and tried < depth + UNBUILT:
             if self._trials and self._late(len(self._trials) + 1) and not self._owed(space):
-                self._leave(space, "not tried: the time for choosing was over")
+                self._leave(space, OVER)
                 return
             count = len(self._rejected)
             if self._try_next(space) is None:
@@ -301,7 +316,7 @@ class _Search:
                 built -= self._rejected[-1].kind == "unbuilt"
             built, tried = built + 1, tried + 1
 
-    def _owed(self, space: _Space) -> bool:
+    def _owed(self, space: Space) -> bool:
         """Tell whether a point is tried however late it is: the first one of the first library that passes its check."""
         return space.candidate.preference in MATRIX_LIBRARIES and not any(
             t.space.candidate.preference in MATRIX_LIBRARIES for t in self._trials
@@ -323,68 +338,7 @@ class _Search:
             return winner.attempt.kernel
         return kernel_of(winner.space.plan, winner.attempt.schedule)
 
-    def _spaces(self, candidates: Sequence[Candidate]) -> list[_Space]:
-        """The candidates that take part, by preference, with their schedules. One that raises anything at all is out, and the
-        compile goes on."""
-        spaces: list[_Space] = []
-        asked = [c for c in candidates if concerns(c, self._problem, self._target)]
-        for candidate in sorted(asked, key=lambda c: c.preference):
-            try:
-                lost = _refused.get(self._name(candidate))
-                plan = Refusal(lost) if lost else planned(candidate, self._problem, self._target)
-                if isinstance(plan, Refusal):
-                    self._reject(candidate.name, Fault("refused", plan.why))
-                    continue
-                space, point = _Space(candidate, plan, iter(plan.schedules())), None
-                if isinstance(plan, Leading):
-                    with considering():
-                        point = plan.leading()
-                if point is None:
-                    spaces.append(space)
-                elif self._budget_s <= 0:
-                    spaces.append(space)
-                    spaces.insert(0, _Space(candidate, plan, iter((point,))))
-                else:  # built first, for time may be over then
-                    space.points = itertools.chain((point,), (s for s in space.points if s != point))
-                    spaces.insert(0, space)
-            except Exception as error:
-                self._reject(candidate.name, Fault("refused", failure("failed to consider it", error)))
-        return spaces if self._budget_s > 0 else self._foreseen(spaces)
-
-    def _foreseen(self, spaces: list[_Space]) -> list[_Space]:
-        """The spaces for a search that times nothing: a library leads where a generated kernel is expected to take far longer,
-        as one does that packs a right operand in each call for the sake of one row."""
-        expected = [self._expected_us(s) for s in spaces]
-        best = _led(spaces, expected)
-        if best is None:
-            return spaces
-        ahead, others = spaces[best], [s for i, s in enumerate(spaces) if i != best]
-        why = f"not tried: {ahead.candidate.name} is expected to take {expected[best]:,.1f} µs, this {expected[0]:,.1f}"
-        others[0].behind = why
-        return [ahead, *others]
-
-    def _expected_us(self, space: _Space) -> float | None:
-        """The time in µs that the cost model expects of a space's first point; None where it says nothing."""
-        first: tuple[Schedule, ...] = ()
-        try:
-            with considering():
-                first = tuple(itertools.islice(space.points, 1))
-                return predict(space.candidate, self._problem, first[0], self._target) if first else None
-        except Exception as error:
-            if not first:
-                space.points = _failing(error)  # told where the space is entered
-            return None
-        finally:
-            space.points = itertools.chain(first, space.points)
-
-    def _predicted_us(self, space: _Space, schedule: Schedule) -> float | None:
-        """The time in µs that the cost model expects of a point; None where it says nothing."""
-        try:
-            return predict(space.candidate, self._problem, schedule, self._target)
-        except Exception:  # the candidate's own account
-            return None
-
-    def _try_next(self, space: _Space) -> _Trial | None:
+    def _try_next(self, space: Space) -> _Trial | None:
         """Build and verify the next point of a space; None if there is none, or it failed."""
         try:
             with considering():
@@ -424,9 +378,10 @@ class _Search:
         for trial in self._trials:
             if trial is not winner:
                 ratio = trial.us / winner.us
-                slower = Fault("slower", f"slower: {trial.us:.1f} µs, {ratio:.2f} times the winner")
+                slower = Fault("slower", f"slower: {trial.us:,.1f} µs, {ratio:.2f} times the winner")
                 tie = "not told apart on a busy machine" if self._race.noise else "a tie"
-                fault = slower if ratio > 1 else Fault("tie", f"{tie}; the earlier one is kept")
+                why = WAITS if ratio < 1 and self._spared(winner, trial) else f"{tie}; the earlier one is kept"
+                fault = slower if ratio > 1 else Fault("tie", why)
                 self._reject(trial.space.candidate.name, fault, trial.attempt.schedule, trial.us)
         return winner
 
@@ -454,17 +409,36 @@ class _Search:
         return next(t for t in ordered if t.space is space and not self._beaten(t, POINT_BAND))
 
     def _beaten(self, trial: _Trial, band: float) -> bool:
-        """Tell whether any other one is faster by more than a band, and was in most rounds."""
+        """Tell whether any other one is faster by more than a band, and was in most rounds.
+
+        In noise a candidate whose threads wait for each other must be faster than a generated kernel by `WAITING_BAND`. That
+        one goes on where a thread finds no core (docs/design/threads.md); torch's operations, and what takes a product apart
+        into several, wait for the last thread each time.
+        """
         laps, others = self._race.laps, [t for t in self._trials if t is not trial]
         if trial.key not in laps or any(t.key not in laps for t in others):  # they met in duels
             return trial.us > (1 + band) * min((t.us for t in others), default=math.inf)
-        return any(self._race.beats(t.key, trial.key, band) for t in others)
+        wide = max(band, WAITING_BAND)
+        return any(self._race.beats(t.key, trial.key, wide if self._spared(trial, t) else band) for t in others)
+
+    def _spared(self, trial: _Trial, other: _Trial) -> bool:
+        """Tell whether the times, taken in noise, leave out that the other one's threads wait for each other, and this one's do
+        not."""
+        several = self._target.kind == "cpu" and threads.count() > 1
+        return bool(self._race.noise) and several and _is_generated(trial) and not _is_generated(other)
 
     def _by_model(self) -> list[_Trial]:
-        """The points that passed in the order of what the cost model expects, as far as it says something (`_led`)."""
+        """The points that passed in the order of what the cost model expects, as far as it says something (`leader`)."""
         expected = [self._predicted_us(t.space, t.attempt.schedule) for t in self._trials]
-        best = _led([t.space for t in self._trials], expected)
+        best = leader([t.space for t in self._trials], expected)
         return self._trials if best is None else [self._trials[best], *(t for i, t in enumerate(self._trials) if i != best)]
+
+    def _predicted_us(self, space: Space, schedule: Schedule) -> float | None:
+        """The time in µs that the cost model expects of a point; None where it says nothing."""
+        try:
+            return predict(space.candidate, self._problem, schedule, self._target)
+        except Exception:  # the candidate's own account
+            return None
 
     def _deepened(self, winner: _Trial) -> _Trial:
         """The winner after one more point at a time met it, each time of the fastest candidate that has points left; on a busy
@@ -507,25 +481,22 @@ class _Search:
                 return False
         return True
 
-    def _lose(self, space: _Space, attempt: Attempt) -> None:
+    def _lose(self, space: Space, attempt: Attempt) -> None:
         """A candidate is out for good: each further point could cost as much."""
         assert attempt.fault is not None
         space.points = iter(())
         self._reject(space.candidate.name, attempt.fault, attempt.schedule)
         if attempt.fault.kind == "lost":
-            _refused[self._name(space.candidate)] = attempt.fault.why
+            LOST[self._problem, self._target.device, space.candidate.name] = attempt.fault.why
             self._lost(space.candidate.name, attempt.fault.why)
 
-    def _name(self, candidate: Candidate) -> tuple[AnyProblem, str, str]:
-        return self._problem, self._target.device, candidate.name
-
-    def _leave(self, space: _Space, why: str, schedule: Schedule = WHOLE) -> None:
+    def _leave(self, space: Space, why: str, schedule: Schedule = WHOLE) -> None:
         self._reject(space.candidate.name, Fault("untried", why), schedule)
 
     def _reject(self, candidate: str, fault: Fault, schedule: Schedule = WHOLE, us: float | None = None) -> None:
         self._rejected.append(Rejected(candidate, fault.kind, fault.why, schedule, us))
 
-    def _settled(self, winner: _Trial, spaces: Sequence[_Space]) -> Decision:
+    def _settled(self, winner: _Trial, spaces: Sequence[Space]) -> Decision:
         """The decision for the winner; for the next best one, or the reference, where a plug-in builds in a worker what it does
         not build here."""
         for trial in sorted(self._trials, key=lambda t: (t is not winner, t.us)):
@@ -556,18 +527,3 @@ class _Search:
             checked_s=checked_s,
             provisional=provisional,
         )
-
-
-def _led(spaces: Sequence[_Space], expected: Sequence[float | None]) -> int | None:
-    """The place of the library that leads where the first one, a generated kernel, is expected to take far longer."""
-    libraries = [i for i, s in enumerate(spaces) if s.candidate.preference in MATRIX_LIBRARIES and expected[i] is not None]
-    best = min(libraries, key=lambda i: expected[i] or 0.0, default=None)
-    if best is None or expected[0] is None or expected[0] <= PREDICTED_SLOWDOWN * (TORCH_US + (expected[best] or 0.0)):
-        return None
-    return best
-
-
-def _failing(error: Exception) -> Iterator[Schedule]:
-    """Points that cannot be asked for."""
-    raise error
-    yield

@@ -16,8 +16,8 @@ from typing import Annotated, Literal
 import msgspec
 
 from tilewright.errors import InputError, say
-from tilewright.files import write_whole
-from tilewright.schedule.record import Key, Text
+from tilewright.files import NotJSONError, decoded, write_whole
+from tilewright.schedule.record import Key, Knobs, Text
 
 FOLDER = Path(__file__).parent / "shipped_decisions"
 DIGITS = 32  # of the digests of problems and texts that are kept
@@ -43,7 +43,7 @@ class Shipped(msgspec.Struct, frozen=True, array_like=True):
     cold: bool
     budget: Text
     candidate: Text
-    knobs: tuple[tuple[Text, bool | int | str], ...]
+    knobs: Knobs
     time_us: Annotated[float, msgspec.Meta(ge=0)]
     text: Digest
 
@@ -106,8 +106,8 @@ def read(file: Path) -> tuple[Group, ...]:
         FileNotFoundError: there is none.
     """
     try:
-        return msgspec.json.decode(file.read_bytes(), type=ShippedFile).groups
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        return decoded(file.read_bytes(), ShippedFile).groups
+    except NotJSONError as error:
         hint = "a file that benchmarks/ship.py wrote"
         raise InputError(f"no shipped decisions: {error}", where=str(file), hint=hint) from error
 

@@ -18,7 +18,7 @@ sentence how and the day. Only a `TuningDatabase` that says `retry` tries it aga
 from __future__ import annotations
 
 import contextlib
-import functools
+import copy
 import hashlib
 import itertools
 import math
@@ -29,13 +29,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from datetime import UTC, datetime
-from pathlib import Path
 
 import msgspec
 import torch
 
 from tilewright.errors import UnsupportedError, say
-from tilewright.hardware.ceilings import cache_folder
 from tilewright.hardware.load import load_now
 from tilewright.hardware.target import Target
 from tilewright.schedule.cache import Cache
@@ -53,37 +51,22 @@ from tilewright.schedule.candidate import (
     planned,
     refusing,
 )
+from tilewright.schedule.choice import choice_of, rejected_of
 from tilewright.schedule.key import UNMEASURED, budgets_for, circumstances, digest_of
 from tilewright.schedule.problem import AnyProblem
-from tilewright.schedule.record import Key, Lost, Record, RejectedRecord, Table, Verdict
-from tilewright.schedule.search import Decision, Rejected, search
+from tilewright.schedule.record import LONGEST, Key, Lost, Record, Table, Verdict
+from tilewright.schedule.search import Decision, search
 from tilewright.schedule.shipped import DIGITS, shipped
 from tilewright.threads import count
 
 HINT_S = 0.1  # at most, to time the kernel of a record from elsewhere
 WAIT_S = 30.0  # for another process that measures the same problem; then both do
 LOOKED_S = 5.0  # for which a look at the load holds
-LONGEST = 4000  # characters of a sentence that is kept
+ORDINARY_S, ALIKE = 2.0, 0.9  # seconds for a problem beyond which decisions with as much time count alone, or almost as much
 RECHECKED = 0.05  # of the kernels that are read back are verified again, unless $TILEWRIGHT_RECHECK says how many
-RECHECKING_S = 0.5  # after which a process verifies no more of the sample, unless it says how many
+RECHECKING_S = 0.2  # after which a process verifies no more of the sample, unless it says how many
 _CHANCE = secrets.token_bytes(16)  # by which the sample is drawn, another one in each process
 _rechecking_s = 0.0  # that this process took to verify it
-
-
-def user_cache() -> Cache | None:
-    """The cache in the user's folder; None, said once, where there can be no such folder."""
-    try:
-        return _cache_in(cache_folder())
-    except OSError as error:
-        why = f"{error.filename}: {error.strerror}" if error.strerror else str(error)
-        other = "" if "TILEWRIGHT_CACHE" in why else "; TILEWRIGHT_CACHE names another folder"
-        say(f"decisions are not kept: {why}{other}")
-        return None
-
-
-@functools.cache
-def _cache_in(folder: Path) -> Cache:
-    return Cache(folder)
 
 
 class TuningDatabase:
@@ -123,6 +106,12 @@ class TuningDatabase:
         """Take problems from now on as those of a program whose weights come from memory (`cold`), or are found in a cache."""
         self._circumstances = msgspec.structs.replace(self._circumstances, cold=cold)
 
+    def of_family(self, name: str) -> TuningDatabase:
+        """The same for choices among a part of the candidates."""
+        made = copy.copy(self)
+        made.family = name
+        return made
+
     def known(self, problem: AnyProblem, budget_s: float) -> bool:
         """Tell whether a record may save the search of a problem."""
         return any(True for _ in self._records(problem, budget_s))
@@ -142,8 +131,7 @@ class TuningDatabase:
             decision = self.again(problem, record.candidate, schedule, weights, text=text)
             if decision is None:
                 continue
-            losers = tuple(Rejected(r.candidate, r.kind, r.why, Schedule(r.knobs), r.time_us) for r in record.rejected)
-            us, noise = record.time_us, record.provisional
+            us, losers, noise = record.time_us, rejected_of(record), record.provisional
             measured = us is not None
             decision = replace(decision, time_us=us, rejected=losers, measured=measured, recalled=measured, provisional=noise)
             if text is not None and self._cache is not None:  # it holds for this version of the code, and is built here
@@ -152,6 +140,11 @@ class TuningDatabase:
                 self.settled[record.key.problem] = record
             return decision
         return None
+
+    def noted(self, problem: AnyProblem, budget_s: float) -> Record | None:
+        """The record of a search of `budget_s` or more in the same circumstances, for one who builds and checks the kernel
+        himself; None if nothing is known."""
+        return next((r for r, foreign, _ in self._records(problem, budget_s) if not foreign), None)
 
     def to_build(self, problems: Iterable[AnyProblem]) -> list[tuple[AnyProblem, str, Schedule]]:
         """The points that came with the package, of problems that have nothing of their own yet."""
@@ -166,12 +159,15 @@ class TuningDatabase:
         weights: Mapping[int, torch.Tensor],
         *,
         text: str | None = None,
+        among: Sequence[Candidate] | None = None,
     ) -> Decision | None:
         """One point of one candidate, built, and verified if it was not before; None if it does not do here, or if `text` is
-        given and the digest of what its kernel is generated as does not begin with that."""
+        given and the digest of what its kernel is generated as does not begin with that. `among` are all candidates that are
+        found by default."""
+        candidates = discover() if among is None else among
         digest, known, began = None, False, time.perf_counter()
         try:
-            (found,) = [c for c in discover() if c.name == candidate and concerns(c, problem, self._target)]
+            (found,) = [c for c in candidates if c.name == candidate and concerns(c, problem, self._target)]
             kernel = kernel_of(plan_for(found, problem, self._target), schedule)
             if text is not None and kernel.text[:DIGITS] != text:
                 return None
@@ -182,7 +178,7 @@ class TuningDatabase:
         except Exception:  # a candidate may raise anything: the search says what it is
             if text is not None:
                 return None
-        decision = repeat(problem, self._target, candidate, schedule, weights)
+        decision = repeat(problem, self._target, candidate, schedule, weights, among=candidates)
         if known:
             global _rechecking_s
             _rechecking_s += time.perf_counter() - began
@@ -192,6 +188,11 @@ class TuningDatabase:
             self._cache.withdraw(digest)
             say(f"{candidate} passed its check on {problem} before and fails it now: another kernel is chosen")
         return decision
+
+    def vouched(self, problem: AnyProblem, kernel: Kernel) -> bool:
+        """Tell whether a kernel was verified before, and is not one of the sample that is verified again."""
+        digest = self._verdict(problem, kernel).digest()
+        return self._cache is not None and self._cache.verdict(digest) is not None and not _drawn(digest)
 
     def vouch(self, decision: Decision) -> None:
         """Remember that a decision's kernel was verified."""
@@ -218,16 +219,14 @@ class TuningDatabase:
             return None
         self.vouch(decision)
         if decision.time_us is not None:
-            self._settle(record.key, decision, ())
+            self._settle(record.key, replace(decision, rejected=()))
         return replace(decision, rejected=(), recalled=True)
 
-    def _settle(self, key: Key, decision: Decision, losers: tuple[RejectedRecord, ...], *, asked_s: float = 0.0) -> None:
+    def _settle(self, key: Key, decision: Decision, *, asked_s: float = 0.0) -> None:
         """Keep a decision."""
-        kernel, us = decision.kernel, decision.time_us
-        problem, noise = str(decision.problem), decision.provisional[:LONGEST]
-        record = Record(key, problem, kernel.candidate, kernel.schedule.knobs, us, losers, time.time(), noise)
-        if us is not None:
-            self.settled[key.problem] = record
+        record = choice_of(decision, Record, key=key, problem=str(decision.problem), made_s=time.time())
+        if record.time_us is not None:
+            record = self.settled[key.problem] = msgspec.structs.replace(record, asked_s=asked_s)
         elif self._cache is not None:
             before = self._cache.get(key)
             record = msgspec.structs.replace(record, asked_s=max(asked_s, 0.0 if before is None else before.asked_s))
@@ -256,13 +255,14 @@ class TuningDatabase:
         choose: Callable[[], Decision],
         *,
         asked_s: float = 0.0,
+        within_s: float = WAIT_S,
     ) -> Decision:
-        """The decision that is known, or that another process comes to meanwhile; else that of `choose`, which measures
-        nothing, and is kept; for those, too, that have `asked_s` for the problem, if that much was meant for it."""
+        """The decision that is known, or that another process comes to within so many seconds; else that of `choose`, which
+        measures nothing, and is kept; for those, too, that have `asked_s` for the problem, if that much was meant for it."""
         found = self.find(problem, weights, 0)
         if found is not None:
             return found
-        with self.alone(problem, 0) as first:
+        with self.alone(problem, 0, within_s) as first:
             found = None if first else self.find(problem, weights, 0)
             if found is not None:
                 return found
@@ -275,20 +275,18 @@ class TuningDatabase:
         if self._cache is not None:
             self._cache.keep_lost(Lost(self._any_budget(problem), str(problem), candidate, why[:LONGEST], time.time()))
 
-    def alone(self, problem: AnyProblem, budget_s: float) -> AbstractContextManager[bool]:
-        """A context in which other processes wait for the decision on the problem, for `WAIT_S` seconds at most."""
+    def alone(self, problem: AnyProblem, budget_s: float, within_s: float = WAIT_S) -> AbstractContextManager[bool]:
+        """A context in which other processes wait for the decision on the problem, as this one does: for so many seconds, and
+        for `WAIT_S` at most."""
         if self._cache is None:
             return contextlib.nullcontext(False)
-        return self._cache.alone(self._key(problem, budget_s), WAIT_S)
+        return self._cache.alone(self._key(problem, budget_s), min(within_s, WAIT_S))
 
     def keep(self, decision: Decision, budget_s: float) -> None:
         """Record what a search of `budget_s` decided. Where it measured nothing, that serves those who are to measure nothing,
         and those that have no more time."""
-        losers = tuple(
-            RejectedRecord(r.candidate, r.why[:LONGEST], r.time_us, r.schedule.knobs, r.kind) for r in decision.rejected
-        )
         measured = decision.measured and decision.time_us is not None
-        self._settle(self._key(decision.problem, budget_s if measured else 0), decision, losers, asked_s=budget_s)
+        self._settle(self._key(decision.problem, budget_s if measured else 0), decision, asked_s=budget_s)
         self.vouch(decision)
         if self._cache is not None and self._retry:
             lost = {r.candidate for r in decision.rejected if r.kind == "lost"}
@@ -377,7 +375,8 @@ class TuningDatabase:
             d = found.get((key.problem[:DIGITS], cold, name))
             if d is not None:
                 own = msgspec.structs.replace(key, budget=name, cold=cold)
-                yield Record(own, str(problem), d.candidate, d.knobs, d.time_us, (), time.time()), False, d.text
+                now, text = time.time(), str(problem)
+                yield Record(d.candidate, d.knobs, d.time_us, (), key=own, problem=text, made_s=now), False, d.text
 
     def _records(self, problem: AnyProblem, budget_s: float) -> Iterator[tuple[Record, bool, str | None]]:
         """Those that hold in these circumstances, whether they came from elsewhere, and the digest of the text for which alone
@@ -391,6 +390,8 @@ class TuningDatabase:
             wanted = msgspec.structs.replace(key, budget=name)
             if self._cache is not None and (found := self._cache.get(wanted)) is not None:
                 if budget_s > 0 and found.provisional and self._quiet():
+                    continue
+                if budget_s > ORDINARY_S and found.asked_s < ALIKE * budget_s:  # somebody asks for more
                     continue
                 yield found, False, None
             if hint is not None and hint.key == wanted:
@@ -419,9 +420,10 @@ def repeat(
     *,
     budget_s: float = 0,
     cold: bool = False,
+    among: Sequence[Candidate] | None = None,
 ) -> Decision | None:
     """One point of one candidate, built and verified, and timed if there is a budget; None if it does not do here."""
-    found = [narrowed(c, lambda plan: (schedule,)) for c in discover() if c.name == candidate]
+    found = [narrowed(c, lambda plan: (schedule,)) for c in (discover() if among is None else among) if c.name == candidate]
     try:
         return search(problem, target, budget_s=budget_s, candidates=found, weights=weights, cold=cold)
     except UnsupportedError:

@@ -52,6 +52,7 @@ from tilewright.schedule.fork_server import (
     fork_server,
     fork_server_main,
     memory_file,
+    pulse_by,
     used_fork_server,
 )
 from tilewright.schedule.guard import Watch
@@ -89,7 +90,7 @@ def address(candidate: Candidate) -> Address | None:
 
 
 def carried(function: Function) -> bytes:
-    """What another process makes a function of. Functions of modules go by name; those of a script, of a notebook or within
+    """Pack a function for another process. Functions of modules go by name; those of a script, of a notebook or within
     another function by value, for which the package cloudpickle is needed.
 
     Raises:
@@ -231,7 +232,7 @@ class HostedBench:
                     del self._passed[key]
         return Race(dict.fromkeys(keys, Laps()))
 
-    def results(self, key: int) -> tuple[list[torch.Tensor], list[torch.Tensor]] | None:
+    def results(self, key: int) -> tuple[list[torch.Tensor], list[torch.Tensor], str | None] | None:
         """See `ContestBench.results`; None also where it does not come back."""
         try:
             return self._ask(("results", key), self._limit_s)
@@ -358,6 +359,7 @@ class _Host:
     def __init__(self, connection: Connection, shared: mmap.mmap) -> None:
         self._connection, self._shared, self._count = connection, shared, 0
         self._bench: Bench | None = None
+        pulse_by(self._pulse)
 
     def serve(self) -> None:
         while True:
