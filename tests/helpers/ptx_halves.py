@@ -1,4 +1,4 @@
-"""What a few PTX instructions on pairs of f16 do, as NumPy does it: enough for the epilogues that are written in them."""
+"""A few PTX instructions on pairs of f16, as NumPy does them: enough for the epilogues that are written in them."""
 
 import re
 

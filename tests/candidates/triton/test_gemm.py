@@ -60,7 +60,7 @@ def problem(line: str) -> Problem:
 
 
 def machine_code(line: str, at: Target, point=None):
-    """Of the first point of the space, or of another."""
+    """Compile the first point of the space, or another one."""
     plan = plan_for(triton_gemm.CANDIDATE, problem(line), at)
     return plan.machine_code(replace(plan.spec, point=point or first_point(plan))).kernel
 

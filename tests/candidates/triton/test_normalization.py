@@ -106,7 +106,7 @@ def test_a_row_of_768_takes_a_warp_and_no_shared_memory():
 
 @pytest.mark.parametrize("arch", [ARCHES[0], ARCHES[2], ARCHES[5]], ids=lambda a: str(a.name))
 def test_queries_and_keys_are_turned_in_one_kernel_of_wide_accesses(arch):
-    """Of Llama 3 8B: a thread reads 8 elements of each half, of the cosines and the sines, and writes both."""
+    """The sizes are Llama 3 8B's: a thread reads 8 elements of each half, of the cosines and the sines, and writes both."""
     problem = problem_of(*of_queries_and_keys(batch=1, length=2048, head=128))
     kernel = built(problem, gpu(), arch)
     assert needs(kernel).spills == 0 and needs(kernel).shared_bytes == 0 and needs(kernel).registers <= 64

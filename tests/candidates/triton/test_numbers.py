@@ -82,7 +82,7 @@ ODD = [0.0, -0.0, -1.0, 0.5, -0.3, 1e-42, -(2.0**-126), 3e38, float("inf"), floa
 
 @pytest.mark.parametrize("scale", ODD)
 def test_any_number_gives_what_it_means(scale):
-    """As a factor, as a divisor and as a bound, each of them an argument or, where less is to be done, a literal."""
+    """It is a factor, a divisor and a bound, each of them an argument or, where less is to be done, a literal."""
     src = [input_("x", S8, (130, 64)), input_("w", S8, (64, 64))]
     params = [Node(Param(i, s.tensor)) for i, s in enumerate(src)]
     acc = convert(Node(Acc(Gemm(S32, *params, (params[0],)).acc_type)), F32)
@@ -115,7 +115,7 @@ def test_attention_of_other_codes_is_the_same_text():
 
 
 def test_numbers_of_attention_come_in_the_order_of_their_use():
-    """In another order ptxas spilled elsewhere: fp8 codes in 384 tokens took 2 to 5 % longer on an H200."""
+    """ptxas spilled elsewhere with another order: fp8 codes in 384 tokens took 2 to 5 % longer on an H200."""
     numbers = hopper_attention_text(hopper_attention.supported_heads(coded()), HopperTile("whole_rows", 1, False)).numbers
     opposite, factor, of_values, of_codes = numbers.values()
     assert opposite == -factor < 0 and (of_values, of_codes) == (pytest.approx(0.05), pytest.approx(100.0))
@@ -147,7 +147,7 @@ def count(p, point):
     ],
 )
 def test_an_instruction_takes_them_as_it_takes_a_literal(p, point, monkeypatch):
-    """From the bank of constants, in both warpgroups."""
+    """Both warpgroups read them from the bank of constants."""
     instructions, *reading = count(p, point)
     monkeypatch.setattr(Text, "number", lambda self, key, value: repr(value))
     literally, *reading_then = count(p, point)

@@ -25,7 +25,7 @@ HEAD = """
 
 
 def ran(body, given=None, threads=32, shared_bytes=256, **how):
-    """What a body leaves at `%rd5`, a word a thread; `%rd4` is where its own word was given, `%r1` its number."""
+    """Run a body, and give the word that each thread leaves at `%rd5`; `%rd4` points to its input word, `%r1` is its number."""
     given = torch.arange(threads, dtype=torch.int32) if given is None else given
     out = torch.full((threads,), -1, dtype=torch.int32)
     text = HEAD.format(threads=threads) + body + "\n ret;\n}"

@@ -16,6 +16,7 @@ import torch
 from attentions import attention
 from fusions import by_row
 from fusions import problem_of as fusion
+from in_threads import in_threads
 from ptx import H200, emulating
 from ptx.cuda import Cuda
 from ptx.machine import How
@@ -31,7 +32,8 @@ from tilewright.ir.build import const, input_, map_
 from tilewright.ir.notation import parse
 from tilewright.ir.text import parse as read
 from tilewright.ir.text import print_with_literals
-from tilewright.runtime import artefact, executable
+from tilewright.runtime import executable
+from tilewright.runtime.artefact import read as reading
 from tilewright.schedule.candidate import Schedule, plan_for
 from tilewright.schedule.problem import Destination, problem_of
 from tilewright.schedule.recipe import Launched, Recipe, recipe_of
@@ -171,7 +173,7 @@ def saved(name: str) -> Saved:
 
 @pytest.fixture
 def without_triton(monkeypatch):
-    """What is done from now on finds no Triton, and a driver that is given to it."""
+    """Hide Triton from all that follows, and give it a driver of the test's own."""
 
     def begin(cuda: Cuda) -> Cuda:
         for name in [n for n in sys.modules if n.partition(".")[0] == "triton"]:
@@ -231,9 +233,9 @@ class Model(torch.nn.Module):
 def test_a_program_is_read_and_run_without_triton(without_triton, tmp_path, monkeypatch, caplog):
     """A GPU whose kernels run on the CPU: what it cannot be asked for is a CUDA graph."""
     monkeypatch.setenv("TILEWRIGHT_CACHE", str(tmp_path))
-    monkeypatch.setattr(executable, "OnDevice", lambda *given, allowed: lambda inputs: None)
+    monkeypatch.setattr(executable, "OnDevice", lambda *given, **how: lambda inputs: None)
     monkeypatch.setattr(compiler, "detect", lambda device: H200)
-    monkeypatch.setattr(artefact, "detect", lambda device: H200)
+    monkeypatch.setattr(reading, "detect", lambda device: H200)
     torch.manual_seed(0)
     module, x = Model().eval().bfloat16(), torch.randn(33, 64).bfloat16()
     with emulating(How()) as driver:
@@ -344,10 +346,6 @@ def test_calls_from_several_threads_have_arguments_of_their_own(without_triton, 
     monkeypatch.setattr(cuda, "cuLaunchKernelEx", together)
     run = s.restored()
     found = {}
-    threads = [threading.Thread(target=lambda i=i: found.update({i: run(s.sources)})) for i in range(2)]
-    for t in threads:
-        t.start()
-    for t in threads:
-        t.join()
+    in_threads(2, lambda i: found.update({i: run(s.sources)}))
     assert len({ctypes.addressof(a) for a in inside}) == 2
     assert all(torch.equal(found[i][0], s.results[0]) for i in range(2))

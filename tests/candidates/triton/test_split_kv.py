@@ -56,13 +56,14 @@ def test_parts_that_do_not_fit_into_registers_together():
 
 
 def test_a_query_that_is_an_expression():
-    """As a rotary embedding leaves it: not as it lies in memory."""
+    """A rotary embedding leaves such a query: it is not as it lies in memory."""
     shape = (1, 4, 2, 2, 70, 16, 16)
     plain = attention(shape, F16)
     q, *others = plain.op.operands or [Node(Param(i, s.tensor)) for i, s in enumerate(plain.src)]
     right(Node(Attention(0.125, operands=(map_("tanh", q), *others)), *plain.src), tile(3))
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize("causal", ["no", "upper", "lower"])
 @pytest.mark.parametrize(("queries", "tile_m"), [(3, 16), (7, 32), (9, 16)])
 def test_queries_of_heads_that_share_keys_are_rows_of_one_tile(causal, queries, tile_m):
@@ -82,6 +83,7 @@ def test_types(dtype, precision):
     right(attention((1, 2, 2, 1, 50, 20, 12), dtype), tile(3, precision=precision))
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize("mask", [PRED, F32, BF16], ids=str)
 @pytest.mark.parametrize("spread", [(0, 0, 0, 1), (1, 0, 0, 1), (0, 1, 1, 1)], ids=str)
 def test_masks(mask, spread):
@@ -94,7 +96,7 @@ def test_masks(mask, spread):
 @pytest.mark.parametrize("zero", [False, True])
 @pytest.mark.parametrize("hidden", [range(32), range(32, 96), range(96), range(5, 96)], ids=str)
 def test_a_length_hides_whole_parts_or_all_of_them(zero, hidden):
-    """As a cache of fixed size is masked by its length; of rows that see nothing, zeros or NaN."""
+    """A cache of fixed size is masked so, by its length; rows that see nothing are zeros or NaN."""
     node = attention((1, 2, 2, 1, 96, 16, 16), F16, mask=(PRED, (1, 1, 1, 96)), zero_masked_rows=zero)
     sources = random_sources(problem_of(node))
     sources[3] = torch.ones(1, 1, 1, 96, dtype=torch.bool)
@@ -116,6 +118,7 @@ def test_of_rows_that_see_nothing_weights_may_be_equal(hidden):
     right(node, tile(3), sources)
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize("what", [math.inf, -math.inf, math.nan])
 @pytest.mark.parametrize("of", ["q", "k", "v"])
 def test_what_is_no_number_stays_where_the_oracle_has_it(what, of):

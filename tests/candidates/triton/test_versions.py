@@ -1,12 +1,12 @@
-"""What differs between versions of Triton: its hook, names in Gluon, PTX, launches, and the sentence of a refusal."""
+"""Differences between versions of Triton: its hook, names in Gluon, PTX, launches, and the sentence of a refusal."""
 
 import os
-import subprocess
 import sys
 from functools import partial
 from types import SimpleNamespace
 
 import pytest
+import warm
 
 pytest.importorskip("triton")
 
@@ -125,5 +125,5 @@ print("agrees")
 def test_where_views_are_whole_a_kernel_asks_for_no_others(tmp_path):
     code = f"import sys; sys.path[:] = {sys.path!r}\n{WHOLE}"
     given = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path)}
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=given, timeout=300)
+    done = warm.run(["-c", code], given)
     assert done.stdout.strip() == "agrees", done.stderr

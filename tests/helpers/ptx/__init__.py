@@ -4,8 +4,8 @@
 products end.
 """
 
-from ptx.launch import H200, Emulated, emulate, emulating, run
+from ptx.launch import H200, Emulated, emulate, emulating, run, together
 from ptx.machine import Deadlock, How
 from ptx.memory import Fault
 
-__all__ = ["H200", "Deadlock", "Emulated", "Fault", "How", "emulate", "emulating", "run"]
+__all__ = ["H200", "Deadlock", "Emulated", "Fault", "How", "emulate", "emulating", "run", "together"]

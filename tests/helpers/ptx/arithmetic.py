@@ -51,7 +51,7 @@ FLOAT = {
 
 
 def floating(root: str, mods: list[str], t: str) -> Function:
-    """Of numbers in f16, f32 or f64, or of bf16's bits."""
+    """The function of an instruction on numbers in f16, f32 or f64, or on bf16's bits."""
     kind = t.removesuffix("x2")
     made = _fused(kind) if root in ("fma", "mad") else _simple(root, mods, kind)
     if "ftz" in mods and kind == "f32":
@@ -112,7 +112,7 @@ def _times(bits: int, signed: bool, part: str) -> Function:
 
 
 def integer(root: str, mods: list[str], t: str) -> Function:
-    """Of integers in arrays of their own type."""
+    """The function of an instruction on integers, in arrays of their own type."""
     bits, signed = bits_of(t), _signed(t)
     part = next((m for m in mods if m in ("lo", "hi", "wide")), "lo")
     if root == "mul":

@@ -60,7 +60,7 @@ def block_of(u: Unit, address: int) -> tuple[Block, int]:
 
 
 def lanes(u: Unit, mask: np.ndarray | None) -> np.ndarray:
-    """That do it."""
+    """The lanes that execute an instruction."""
     return np.arange(u.n) if mask is None else np.nonzero(mask)[0]
 
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class TensorMap:
-    """What `cuTensorMapEncodeTiled` is told.
+    """A tensor map as `cuTensorMapEncodeTiled` is told it.
 
     Attributes:
         address: of the first element.
@@ -61,7 +61,7 @@ class TensorMap:
         return at.reshape(-1), inside.reshape(-1)
 
     def in_shared(self, address: int) -> np.ndarray:
-        """Where each byte of a box goes."""
+        """The place in shared memory of each byte of a box."""
         if address % 128:
             raise Fault("TMA's boxes begin at multiples of 128 bytes")
         at = address + np.arange(self.box_bytes)
@@ -217,7 +217,7 @@ def copy_bytes(
 
 
 def _held(block: Block, at: np.ndarray, threads: np.ndarray, read: Callable[[], np.ndarray]) -> Callable[[], np.ndarray]:
-    """What reads pieces of shared memory that must stay as they are until then."""
+    """A function that reads pieces of shared memory later; they must stay as they are until then."""
     block.watch.hold(at, threads)
 
     def now() -> np.ndarray:

@@ -38,7 +38,7 @@ def select(which: np.ndarray, new: np.ndarray, old: np.ndarray | None) -> np.nda
 
 
 def branch(u: Unit, which: np.ndarray, there: int, here: int) -> int:
-    """Where a unit goes on."""
+    """The step at which a unit goes on, or PARTED where its lanes part."""
     if which.all():
         return there
     if not which.any():
@@ -151,7 +151,7 @@ class Program:
         return any(ins.op.startswith(w) for w in self._waits)
 
     def _meeting_places(self, follow: list[list[int]]) -> None:
-        """Where all paths from a stretch come together: its nearest postdominator."""
+        """Find for each stretch the place where all paths from it come together: its nearest postdominator."""
         end = len(follow)
         after: list[int] = [-1] * end + [end]
         changed = True
@@ -257,7 +257,7 @@ class Program:
         return made.view(SIGNED[bits]) if t[0] == "s" else made
 
     def address(self, op: Sym) -> int:
-        """Of a parameter, or in shared memory."""
+        """The address of a parameter, or one in shared memory."""
         names = list(self.kernel.params)
         if op.name in names:
             return PARAMETERS + names.index(op.name) * PARAMETER_BYTES + op.offset

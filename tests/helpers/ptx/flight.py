@@ -1,4 +1,4 @@
-"""What a unit has started and not waited for: copies, stores, products.
+"""Copies, stores and products that a unit has started and not waited for.
 
 A machine that is late lets them come as late as they may. Until then their destinations hold no numbers, so that who reads
 before waiting, or starts anew what is still read, is found out.
@@ -101,13 +101,13 @@ class Flight:
     products: Groups[Started] = field(default_factory=lambda: Groups())
 
     def of(self, threads: np.ndarray, lanes: Of) -> Flight:
-        """Of some of the unit's threads."""
+        """The flight of some of the unit's threads."""
         copies, stores = (g.mapped(lambda w: w.only(threads)) for g in (self.copies, self.stores))
         return Flight(copies, stores, self.products.mapped(lambda s: s.of(lanes)))
 
     @staticmethod
     def together(flights: list[Flight], merged: Callable[[list[np.ndarray]], np.ndarray]) -> Flight:
-        """Of several units that become one."""
+        """The flight of several units that become one."""
         products = [f.products for f in flights]
         first = products[0]
         if any([len(g) for g in (p.open, *p.closed)] != [len(g) for g in (first.open, *first.closed)] for p in products):

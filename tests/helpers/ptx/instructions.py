@@ -21,7 +21,7 @@ Mask = np.ndarray | None
 
 
 def near(u: Unit, addresses: np.ndarray, cluster: bool) -> list[tuple[Region, Any, np.ndarray]]:
-    """Where addresses of shared memory are: of the block, or with `cluster` of any of the cluster's."""
+    """The regions in which addresses of shared memory lie: the block's, or with `cluster` any of the cluster's."""
     ranks = addresses >> u4(CLUSTER_SHIFT)
     if not ranks.any():
         return [(u.block.shared, slice(None), addresses)]
@@ -134,7 +134,7 @@ CHANGES: dict[str, Callable[..., Any]] = {
 
 
 def change(u: Unit, mask: Mask, addresses: np.ndarray, how: str, values: list[np.ndarray], space: str) -> np.ndarray:
-    """What stood there, lane after lane."""
+    """Change memory atomically, lane after lane, and give what stood there."""
     kind = values[0].dtype.type
     words = UNSIGNED[8 * kind().itemsize]
     got = np.zeros(u.n, words)
@@ -246,7 +246,7 @@ def fence_proxy(u: Unit) -> None:
 
 
 def fence(p: Program, ins: Instruction, mods: list[str]) -> Lines:
-    """Between what threads do to memory and what copies and products do; other fences order what is in order here."""
+    """A fence between what threads do to memory and what copies and products do; what other fences order is in order here."""
     return [f"{p.bound(fence_proxy)}(u)"] if mods[:2] == ["proxy", "async"] else []
 
 

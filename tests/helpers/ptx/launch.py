@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+import random
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import cache, lru_cache
 from types import SimpleNamespace
@@ -23,6 +24,7 @@ from tilewright.schedule.sample import random_sources
 BEFORE_ARGUMENTS = 8  # of what Triton passes to its launcher in C: attributes, scratch memory, metadata, hooks
 LISTED = 2  # from Triton 3.7 on: what types they are of, before them, who are one tuple
 SWIZZLE_BYTES = (0, 32, 64, 128)
+DONE = object()
 
 
 class Emulated(Target):
@@ -52,33 +54,56 @@ def run(ptx: str, grid: Sequence[int], arguments: Sequence[Any], shared_bytes: i
         shared_bytes: dynamic shared memory of a block.
         how: see there.
     """
+    machine(ptx, grid, arguments, shared_bytes, how).run()
+
+
+def machine(ptx: str, grid: Sequence[int], arguments: Sequence[Any], shared_bytes: int = 0, how: How | None = None) -> Machine:
+    """A launch that has not begun, of the arguments of `run`."""
     how = how or How()
     made = program(how.change(ptx) if how.change else ptx, how.seed is not None)
     memory = Global()
     given = [*arguments, *[0] * (len(made.kernel.params) - len(arguments))]  # scratch memory, of which there is none
     addresses = [a for a, size in zip(given, made.kernel.params.values(), strict=True) if size == 8 and a > 1 << 20]
     memory.add([*addresses, *(a.address for a in given if isinstance(a, TensorMap))])
-    Machine(made, grid, given, memory, shared_bytes, how).run()
+    return Machine(made, grid, given, memory, shared_bytes, how)
+
+
+def together(streams: Sequence[Sequence[Machine]], seed: int) -> None:
+    """Launches of several streams to their end: those of each in order, in turns drawn by lot, a stream at times for long."""
+    rng = random.Random(seed)
+    waiting = [[*launches] for launches in streams]
+    current: list[Iterator[None] | None] = [None] * len(waiting)
+    while any(waiting) or any(current):
+        at = rng.choice([i for i, c in enumerate(current) if c or waiting[i]])
+        for _ in range(rng.choice((1, 1, 3, 40))):
+            if not current[at]:
+                if not waiting[at]:
+                    break
+                current[at] = waiting[at].pop(0).rounds()
+            if next(current[at], DONE) is DONE:  # pyright: ignore
+                current[at] = None
 
 
 @cache
 def _listed() -> bool:
-    """Whether Triton's launcher takes a kernel's arguments as one tuple, and what comes with that."""
+    """Tell whether Triton's launcher takes a kernel's arguments as one tuple, and what comes with that."""
     from triton.backends.nvidia import driver
 
     return hasattr(driver, "annotate_arguments")
 
 
 class _Driver:
-    """What Triton asks of a device.
+    """A driver that answers what Triton asks of a device.
 
     Attributes:
         launched: kernels, and the arguments of each.
+        queue: launches in order, to be run later (`together`); None if each runs at once.
     """
 
     def __init__(self, how: How) -> None:
         self.how = how
         self.launched: list[tuple[Any, tuple[Any, ...]]] = []
+        self.queue: list[Machine] | None = None
         made = "fill_tma_descriptor_tiled" if _listed() else "fill_tma_descriptor"
         self.utils = SimpleNamespace(**{made: self._descriptor})
 
@@ -111,7 +136,11 @@ class _Driver:
                 *_types, arguments = arguments
                 assert len(_types) == LISTED
             self.launched.append((kernel, tuple(arguments)))
-            run(kernel.asm["ptx"], (x, y, z), arguments, kernel.metadata.shared, self.how)
+            made = machine(kernel.asm["ptx"], (x, y, z), arguments, kernel.metadata.shared, self.how)
+            if self.queue is None:
+                made.run()
+            else:
+                self.queue.append(made)
 
         def start(*given: Any) -> None:
             launcher(*given)

@@ -7,7 +7,7 @@ they meet again where the paths of the branch do. A unit that waits says what fo
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,7 +29,7 @@ MOST_STEPS = 20_000_000
 
 @dataclass(frozen=True)
 class How:
-    """How a launch is run.
+    """Options of a launch.
 
     Attributes:
         apart: each warp by itself; else a block's threads go in step as long as they can.
@@ -39,6 +39,7 @@ class How:
             have none.
         change: what is done to the PTX before.
         resident: blocks that run at a time.
+        most_steps: steps after which a launch is taken not to end.
     """
 
     apart: bool = False
@@ -47,6 +48,7 @@ class How:
     fenced_copies: bool = True
     change: Callable[[str], str] | None = None
     resident: int = 132
+    most_steps: int = MOST_STEPS
 
 
 class Deadlock(Exception):  # noqa: N818
@@ -62,7 +64,7 @@ class Differ(Exception):  # noqa: N818
 
 @dataclass
 class Join:
-    """Where units that parted meet again."""
+    """The step at which units that parted meet again."""
 
     step: int
     waits_for: int
@@ -108,7 +110,7 @@ class Unit:
         return int(first)
 
     def whole(self) -> int:
-        """How many warps; a fault where some lanes of a warp are elsewhere."""
+        """The number of warps; a fault where some lanes of a warp are elsewhere."""
         if not self.warps:
             raise Fault("an instruction of whole warps, of which some lanes are elsewhere")
         return self.warps
@@ -153,7 +155,7 @@ class Block:
         self.watch = Watch(self.shared.size, late=cluster.machine.late)
 
     def arrive(self, barrier: int, threads: int, want: int | None) -> Callable[[], bool]:
-        """At `bar`; tells whether those it wants have come."""
+        """Arrive at `barrier`; the result tells whether those it wants have come."""
         state = self.barriers.setdefault(barrier, [0, 0, 0])
         state[0] += threads
         turn, wanted = state[1], want or self.size
@@ -193,7 +195,7 @@ class Cluster:
                 self.units.append(Unit(b, np.arange(t, t + step), registers, 0))
 
     def done(self, turn: int) -> bool:
-        """Whether all threads, but those that ended, have arrived at the cluster's barrier."""
+        """Tell whether all threads, but those that ended, have arrived at the cluster's barrier."""
         if self.turn == turn and self.arrived + sum(b.exited for b in self.blocks) >= len(self.blocks) * self.blocks[0].size:
             self.arrived, self.turn = 0, turn + 1
         return self.turn > turn
@@ -231,7 +233,12 @@ class Machine:
             what()
 
     def run(self) -> None:
-        """To the end of all blocks."""
+        """Run all blocks to their end."""
+        for _ in self.rounds():
+            pass
+
+    def rounds(self) -> Iterator[None]:
+        """Run all blocks to their end, in turns between which other launches may run."""
         count = self.grid[0] * self.grid[1] * self.grid[2]
         size = self.kernel.cluster
         if count % size:
@@ -240,23 +247,24 @@ class Machine:
         if self.random:
             self.random.shuffle(firsts)
         running: list[Cluster] = []
-        with np.errstate(all="ignore"):
-            while firsts or running:
-                while firsts and (len(running) + 1) * size <= max(self.resident, size):
-                    running.append(Cluster(self, firsts.pop(0)))
-                if self.random:
-                    self.random.shuffle(running)
-                went = False
+        while firsts or running:
+            while firsts and (len(running) + 1) * size <= max(self.resident, size):
+                running.append(Cluster(self, firsts.pop(0)))
+            if self.random:
+                self.random.shuffle(running)
+            went = False
+            with np.errstate(all="ignore"):
                 for cluster in running:
                     went |= self._step(cluster)
                 running = [c for c in running if c.units]
                 if not (went or self._belated(running) or self._dissolve(running)):
                     raise Deadlock("\n".join(self._told(u) for c in running for u in c.units))
+            yield
         if self.pending:
             raise Fault("the kernel ends before all copies to shared memory have come")
 
     def tensor_map(self, address: int) -> Any:
-        """What the parameter at an address is."""
+        """The argument for the parameter at an address."""
         number = (address - PARAMETERS) // PARAMETER_BYTES
         return list(self.arguments.values())[number] if 0 <= number < len(self.arguments) else None
 
@@ -267,7 +275,7 @@ class Machine:
         return f"block {u.block.number[0]}, {where}, {waits} {self.program.said(u.step)}"
 
     def _belated(self, running: list[Cluster]) -> bool:
-        """What may come late comes when nothing else can happen."""
+        """Let something happen that may come late, when nothing else can; tell whether anything did."""
         if self.pending:
             self.pending.pop(self.random.randrange(len(self.pending)) if self.random else 0)()
             return True
@@ -312,7 +320,7 @@ class Machine:
         steps = self.program.steps
         for _ in range(most):
             self.steps += 1
-            if self.steps > MOST_STEPS:
+            if self.steps > self.how.most_steps:
                 raise Fault(f"it does not end; {self._told(u)}")
             at = u.step
             if u.joins and u.joins[-1].step == at and self._join(cluster, u):
@@ -355,7 +363,7 @@ class Machine:
         cluster.units[at : at + 1] = made
 
     def _join(self, cluster: Cluster, u: Unit) -> bool:
-        """Whether a unit that came to where others meet it has to wait, or has become one with them."""
+        """Tell whether a unit that came to where others meet it has to wait, or has become one with them."""
         join = u.joins[-1]
         if join.waits_for <= 1:
             u.joins.pop()

@@ -115,7 +115,7 @@ def flush(x: np.ndarray) -> np.ndarray:
 
 
 def bits_of(kind: str) -> int:
-    """Of a type's name as it stands in an opcode."""
+    """Bits of a type, by its name in an opcode."""
     if kind in SMALL:
         return 8
     if kind == "tf32":
@@ -130,7 +130,7 @@ def bits_of(kind: str) -> int:
 
 
 def decoded(kind: str) -> Callable[[np.ndarray], np.ndarray]:
-    """From a type's bits to numbers."""
+    """A function from a type's bits to numbers."""
     if kind == "bf16":
         return from_bf16
     if kind in FLOATS:

@@ -100,7 +100,7 @@ def multiply(p: Program, ins: Instruction, mods: list[str]) -> list[str]:
 
 @lru_cache(maxsize=4096)
 def places(descriptor: int, rows: int, step_bytes: int, turned: bool, width: int) -> np.ndarray:
-    """Where an operand's pieces of 16 bytes are, in pieces: (rows, pieces of K); `turned`: (K, pieces of rows).
+    """The places of an operand's pieces of 16 bytes, counted in pieces: (rows, pieces of K); `turned`: (K, pieces of rows).
 
     Args:
         descriptor: what the instruction was given.
@@ -131,7 +131,7 @@ def places(descriptor: int, rows: int, step_bytes: int, turned: bool, width: int
 
 
 def operand_pieces(block: Block, descriptor: int, rows: int, kind: str, turned: bool) -> np.ndarray:
-    """Where an operand is in a block's shared memory."""
+    """The places of an operand's pieces in a block's shared memory."""
     at = places(descriptor, rows, 32, turned, bits_of(kind) // 8) - block.shared.base // 16
     if at.min() < 0 or 16 * int(at.max()) + 16 > block.shared.size:
         raise Fault(f"an operand of a product lies beyond {block.shared.name}")

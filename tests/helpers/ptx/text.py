@@ -299,7 +299,7 @@ class _Reader:
 
 
 def _split(text: str) -> list[str]:
-    """At commas outside brackets."""
+    """Split a text at its commas outside brackets."""
     found, depth, begun = [], 0, 0
     for i, c in enumerate(text):
         depth += (c in "[{") - (c in "]}")

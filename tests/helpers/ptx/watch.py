@@ -1,4 +1,4 @@
-"""Who is at shared memory while a copy or a product is under way, and what was written without a fence.
+"""Watch over shared memory: who touches it while a copy or a product is under way, and what was written without a fence.
 
 What threads read and write themselves and what copies and products do at their own pace meet at barriers, waits and fences
 alone (PTX ISA 9.0, 8.6 and 9.7.9.25). Memory is looked at in pieces of 16 bytes.
@@ -15,12 +15,12 @@ PIECE = 16
 
 
 def pieces(addresses: np.ndarray) -> np.ndarray:
-    """Of addresses in shared memory, or of one of each piece."""
+    """Pieces that addresses in shared memory lie in; several addresses may lie in one."""
     return (addresses.astype(np.int64) - SHARED_BASE) // PIECE
 
 
 class Watch:
-    """Of a block.
+    """The watch over a block's shared memory.
 
     Attributes:
         writer, written: the warp that wrote a piece last, and when; 0 where what products and copies read needs no fence.
@@ -36,12 +36,12 @@ class Watch:
         self.coming, self.busy = (np.zeros(size // PIECE, np.int16) for _ in range(2))
 
     def read(self, at: np.ndarray) -> None:
-        """By threads."""
+        """Threads read."""
         if self.late and self.coming[at].any():
             raise Fault("a read of shared memory where a copy is under way")
 
     def write(self, at: np.ndarray, threads: np.ndarray) -> None:
-        """By threads."""
+        """Threads write."""
         if self.late and (self.coming[at].any() or self.busy[at].any()):
             raise Fault("a write to shared memory where a copy or a product is under way")
         self.wrote(at, threads)
@@ -57,7 +57,7 @@ class Watch:
         self.fenced[np.unique(threads // WARP)] = self.now
 
     def use(self, at: np.ndarray, threads: np.ndarray) -> None:
-        """By a product or a copy of some threads, from now on. The fence is theirs or the writer's: it must stand between."""
+        """A product or a copy of some threads uses pieces from now on; their fence or the writer's must stand between."""
         self._unmoved(at)
         own = self.fenced[np.unique(threads // WARP)].min()
         bare = self.written[at] > np.maximum(self.fenced[self.writer[at]], own)

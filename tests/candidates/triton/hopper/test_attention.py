@@ -187,7 +187,7 @@ def test_no_blocks_are_persistent_where(problem, why):
 @pytest.mark.thin(2)
 @pytest.mark.parametrize(("causal", "queries", "tiles"), [("upper", 384, 6), ("lower", 33, 1), ("lower", 130, 3)])
 def test_every_tile_that_causality_cuts_compares_positions(causal, queries, tiles):
-    """In the last tile, too, which sees all keys but for its own queries' followers; and nowhere else."""
+    """The last tile does so, too: it sees all keys but for its own queries' followers. Nothing else compares any."""
     src = [input_(n, F16, (1, 2, t, 64)) for n, t in (("q", queries), ("k", 384), ("v", 384))]
     problem = problem_of(Node(Attention(0.125, causal), *src))
     heads, kernel = kernel_of(problem, TileConfig("whole_rows", 1, ones=False))
@@ -220,7 +220,7 @@ def test_a_row_hidden_by_the_least_number_of_f32_has_equal_weights(candidate, qu
 
 
 def test_chunks_that_an_added_mask_leaves_alone_are_not_masked():
-    """Of one head's three chunks of keys some are left alone, some get a bias, some are hidden by it."""
+    """Some of one head's three chunks of keys are left alone, some get a bias, some are hidden by it."""
     p = problem_of(attention((3, 2, 1, 64, 384, 64, 64), F16, mask=(F32, (3, 1, 1, 384))))
     q, k, v = (torch.randn(3, 2, n, 64).half() for n in (64, 384, 384))
     mask = torch.zeros(3, 1, 1, 384)
@@ -234,7 +234,7 @@ def test_chunks_that_an_added_mask_leaves_alone_are_not_masked():
 
 
 def equal_rows(causal, tokens=(200, 300), extents=(3, 1, 1, 300), group=1):
-    """Of three batches one sees its first keys, one no key, and one its last keys; a problem and its sources."""
+    """A problem and its sources: of three batches one sees its first keys, one no key, and one its last keys."""
     queries, keys = tokens
     shape = (3, 2, group, queries, keys, 64, 64)
     p = problem_of(attention(shape, F16, mask=(PRED, extents), causal=causal, equal_masked_rows=True))

@@ -33,7 +33,8 @@ from tilewright.candidates.triton.hopper.gemm.epilogue import write
 from tilewright.candidates.triton.hopper.gemm.plan import plan_of
 from tilewright.candidates.triton.hopper.gemm.run import compiled
 from tilewright.candidates.triton.hopper.gemm.space import exchange_bytes, tile_configs
-from tilewright.candidates.triton.hopper.gemm.spec import TileConfig, spec_of
+from tilewright.candidates.triton.hopper.gemm.spec import spec_of
+from tilewright.candidates.triton.hopper.gemm.tile import TileConfig
 from tilewright.candidates.triton.runtime import module as modules
 from tilewright.candidates.triton.runtime.module import assembly, needs
 from tilewright.candidates.triton.runtime.versions import whole_views
@@ -224,7 +225,7 @@ def test_machine_code_is_what_was_meant(name):
 
 
 def test_nothing_is_read_before_the_kernel_ahead_has_ended():
-    """Who loads waits for it, and who multiplies waits for those; but scales by blocks are read beforehand."""
+    """Warps that load wait for it, and those that multiply wait for the loads; but scales by blocks are read beforehand."""
     for name, readers in (("bf16, deferred", 1), ("fp8, scales by blocks", 3)):
         what, point, _ = CASES[name]
         kernel, _ = machine_code(problem(what), point)
@@ -342,7 +343,7 @@ def test_a_tile_that_ends_in_two_stores_is_written_by_both():
 
 
 def test_the_source_file_stands_for_problems_of_all_extents():
-    """What is compiled depends on extents only where a tile may end beyond them, or a store takes some of the columns."""
+    """Code depends on extents only where a tile may end beyond them, or a store takes some of the columns."""
     texts = {write(spec_of(plan_of(p, H200), WHOLE)).text for p in map(problem, SAME_TEXT)}
     assert len(texts) == 1
 
@@ -353,7 +354,7 @@ SAME_TEXT = [f"bf16[{m},{k}] @ bf16[{n},{k}]^T -> bf16" for m, n, k in ((512, 51
 @pytest.mark.thin(2)
 @pytest.mark.parametrize(("dtype", "width"), [(F8E4M3FN, 768), (S8, 384)])
 def test_a_barrier_waits_for_as_many_bytes_as_are_copied(dtype, width):
-    """Of an operand that comes while the product is worked out, by any tile: a kernel that waits for more never ends."""
+    """The operand comes while the product is worked out, by any tile: a kernel that waits for more bytes never ends."""
     p = layer(dtype, width, rows=(4, 333), depth=256)
     plan = plan_of(p, H200)
     seen = set()
@@ -423,6 +424,7 @@ def test_lanes_store_neighbours_where_tma_cannot_store(line, pingpong):
     assert "UTMASTG" not in machine_code(p, point)[1]
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize(
     ("line", "tile_m", "tile_n", "shared"),
     [

@@ -33,8 +33,8 @@ from tilewright.candidates.triton.hopper.w4 import tiles
 from tilewright.candidates.triton.hopper.w4.candidate import CANDIDATE, FewRows
 from tilewright.candidates.triton.hopper.w4.convert import byte_factor, dequantize_to_bytes
 from tilewright.candidates.triton.hopper.w4.kernel_config import KernelConfig, TileConfig
-from tilewright.candidates.triton.hopper.w4.pack import BLOCK, bias, packed, packed_weights, places
-from tilewright.candidates.triton.hopper.w4.plan import PackedGemm, plan_of
+from tilewright.candidates.triton.hopper.w4.pack import bias, packed, packed_weights, places
+from tilewright.candidates.triton.hopper.w4.plan import BLOCK, PackedGemm, plan_of
 from tilewright.candidates.triton.hopper.w4.space import configs
 from tilewright.candidates.triton.runtime.module import assembly, needs
 from tilewright.schedule.candidate import plan_for, refusal

@@ -10,7 +10,14 @@ from itertools import islice, product
 import torch
 
 from tilewright.candidates.triton.attention.heads import Heads, Rounded, heads_of
-from tilewright.candidates.triton.attention.kernel import WORKSPACE, TileConfig, config_of, kernel_text, power, sources_of
+from tilewright.candidates.triton.attention.kernel import (
+    WORKSPACE,
+    TileConfig,
+    config_of,
+    kernel_text,
+    padded_extent,
+    sources_of,
+)
 from tilewright.candidates.triton.expressions.printer import pointer_type
 from tilewright.candidates.triton.runtime.launch import caller, pointers
 from tilewright.candidates.triton.runtime.module import Arch, Built, arch_of, build, exact_fp8, launcher, needs
@@ -19,6 +26,7 @@ from tilewright.hardware.target import Target
 from tilewright.schedule.candidate import ATTENTION, GPU, Candidate, Kernel, Runner, Schedule, Unsupported
 from tilewright.schedule.problem import AttentionProblem
 from tilewright.schedule.recipe import Pointer
+from tilewright.sizes import round_up
 
 MOST_DEPTH = 256  # of a head: past that neither operands nor sums fit into registers and shared memory
 # Of programs that share the keys of few queries: tile_n, num_warps, num_stages. First those of which an SM holds one: so the
@@ -131,17 +139,17 @@ def _points(heads: Heads, arch: Arch, shared: int) -> Iterable[TileConfig]:
     wide = heads.mma_dtype is F32
     exact = arch.capability >= 80  # three products of tf32 are as good as one of f32
     bytes_each = heads.mma_dtype.bits // 8
-    depth, width = power(heads.depth), power(heads.width)
+    depth, width = padded_extent(heads.depth), padded_extent(heads.width)
     narrow = WARPGROUPS if arch.capability in (90, 100, 103) else WARPS
     ways = ("online",) if heads.on_weights is None else ("twice",)
     if isinstance(heads.on_weights, Rounded) and not wide and arch.backend == "cuda":
         ways = ("held", "twice")
     for scores, precision in product(ways, ("tf32x3", "ieee") if wide and exact else ("ieee",)):
         for tile_m, tile_n, warps, stages in WIDE if wide else HOLDING if scores == "held" else narrow:
-            if tile_m > power(heads.queries) or tile_n > power(heads.keys):
+            if tile_m > padded_extent(heads.queries) or tile_n > padded_extent(heads.keys):
                 continue
-            held = -(-heads.keys // tile_n) * tile_n * tile_m
-            if scores == "held" and (held > HELD * warps * arch.warp or tile_m < min(64, power(heads.queries))):
+            held = round_up(heads.keys, tile_n) * tile_m
+            if scores == "held" and (held > HELD * warps * arch.warp or tile_m < min(64, padded_extent(heads.queries))):
                 continue
             taken = bytes_each * (tile_m * depth + stages * tile_n * (depth + width))
             if taken <= shared and tile_m * width <= 128 * warps * arch.warp:
@@ -163,8 +171,8 @@ def split_points(heads: Heads, arch: Arch, shared: int, cores: int) -> Iterable[
     if heads.on_weights is not None or grouped.queries > MOST_ROWS or heads.keys < LEAST_KEYS:
         return
     wide = heads.mma_dtype is F32
-    tile_m, blocks = power(grouped.queries), heads.batch * grouped.heads
-    width = power(heads.width)
+    tile_m, blocks = padded_extent(grouped.queries), heads.batch * grouped.heads
+    width = padded_extent(heads.width)
     precision = "tf32x3" if wide and arch.capability >= 80 else "ieee"
     found: list[tuple[float, TileConfig]] = []
     for tile_n, warps, stages in SPLIT:
@@ -186,13 +194,13 @@ def split_points(heads: Heads, arch: Arch, shared: int, cores: int) -> Iterable[
 
 def shared_bytes(heads: Heads, tile_m: int, tile_n: int, stages: int) -> int:
     """Bytes of shared memory of a program that has a part of the keys, as Triton lays them out: one stage is in registers."""
-    columns, each = power(heads.depth) + power(heads.width), heads.mma_dtype.bits // 8
+    columns, each = padded_extent(heads.depth) + padded_extent(heads.width), heads.mma_dtype.bits // 8
     table = 2 * (stages - 1) * tile_n * INDEX_BYTES if heads.paged else 0
-    return table + each * ((stages - 1) * (tile_n * columns + tile_m * power(heads.depth)) + 2 * tile_m * tile_n)
+    return table + each * ((stages - 1) * (tile_n * columns + tile_m * padded_extent(heads.depth)) + 2 * tile_m * tile_n)
 
 
 def expected_us(heads: Heads, tile: TileConfig, cores: int, at_once: int) -> float:
-    """The time of a call in which programs share keys, in microseconds, fitted to an H200's (docs/performance.md).
+    """The time of a call in which programs share keys, in microseconds, fitted to an H200's (docs/lab-notes).
 
     Args:
         heads: the attention, with a head for each head of keys.
@@ -202,7 +210,7 @@ def expected_us(heads: Heads, tile: TileConfig, cores: int, at_once: int) -> flo
     """
     assert tile.split_kv is not None
     programs, each = heads.batch * heads.heads * tile.split_kv, heads.mma_dtype.bits // 8
-    tile_bytes = tile.tile_n * (power(heads.depth) + power(heads.width)) * each
+    tile_bytes = tile.tile_n * (padded_extent(heads.depth) + padded_extent(heads.width)) * each
     rounds = math.ceil(programs / (cores * at_once))
     running = min(programs, cores * at_once)
     # While a tile is multiplied, the others of the ring are on their way, but the one that takes its place.
@@ -211,7 +219,7 @@ def expected_us(heads: Heads, tile: TileConfig, cores: int, at_once: int) -> flo
     if tile.num_stages < 3:
         waits += TILE_US
     steps = rounds * math.ceil(math.ceil(heads.keys / tile.tile_n) / tile.split_kv)
-    sums = tile.split_kv * heads.queries * power(heads.width) * 4
+    sums = tile.split_kv * heads.queries * padded_extent(heads.width) * 4
     return START_US + steps * waits + sums / COMBINED_BYTES_PER_US
 
 

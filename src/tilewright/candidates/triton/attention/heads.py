@@ -10,12 +10,12 @@ from typing import cast
 from tilewright.candidates.triton.expressions.emit import NUMBERED, VIEWS, check
 from tilewright.candidates.triton.expressions.printer import FP8
 from tilewright.dtype import BF16, F16, F32, DType
-from tilewright.ir.anchor import operands_of, stores_of
-from tilewright.ir.build import broadcast
+from tilewright.ir.anchor import operands_of
 from tilewright.ir.graph import Node, substitute, toposort
 from tilewright.ir.ops import Acc, Attention, Const, Dequantize, Gather, Param, Quantize
-from tilewright.ir.ops.attention import Causal, causal_shift
+from tilewright.ir.ops.attention import causal_shift
 from tilewright.lowering.access import Access, of_operand, of_store
+from tilewright.lowering.attention import AttentionFacts, facts_of
 from tilewright.schedule.candidate import Unsupported
 from tilewright.schedule.problem import AttentionProblem
 
@@ -60,50 +60,29 @@ class Rounded:
     divisor: float
 
 
-@dataclass(frozen=True)
-class Heads:
+@dataclass(frozen=True, kw_only=True)
+class Heads(AttentionFacts):
     """One attention to generate.
 
     Attributes:
-        batch, heads, shared: B, Hq, and queries' heads a key's head serves.
-        queries, keys, depth, width: S, T, D, Dv.
         group: heads whose queries follow one another as if they were one head's (`by_key_head`).
         q, k, v: the operands.
         mma_dtype: the type in which both products are done: f16 or bf16, or f32. Codes are multiplied as they are.
         scale: factor of the scores, codes' scales included.
-        causal, zero_masked_rows, equal_masked_rows, hidden: see `Attention`.
-        mask: over rows of queries by keys, pred or float.
         on_scores, on_weights: an expression or a rounding of the scaled scores, and of the softmax.
-        result: type of the attention's own result, before its stores.
-        stores: the results.
     """
 
-    batch: int
-    heads: int
-    shared: int
-    queries: int
-    keys: int
-    depth: int
-    width: int
     q: Operand
     k: Operand
     v: Operand
     mma_dtype: DType
     scale: float
-    causal: Causal
-    zero_masked_rows: bool
-    equal_masked_rows: bool
-    hidden: float
-    mask: Access | None
     on_scores: Access | Rounded | None
     on_weights: Access | Rounded | None
-    result: DType
-    stores: tuple[Access, ...]
     group: int = 1
 
     @property
     def shift(self) -> int:
-        """The last key that a head's first query sees, where causality hides the others."""
         return causal_shift(self.causal, self.queries // self.group, self.keys)
 
     @property
@@ -128,19 +107,10 @@ def heads_of(problem: AttentionProblem, fp8: frozenset[str]) -> Heads:
     Raises:
         Unsupported: the sentence why there is none.
     """
-    op, node = problem.op, problem.node
-    q, k, v, *mask = operands_of(node)
-    batch, heads, queries, depth = q.shape
-    key_heads, keys, width = k.shape[1], k.shape[2], v.shape[3]
-    if not batch * heads * queries * depth * keys * width:
-        raise Unsupported("an extent is zero")
-    if max(batch * heads * queries, batch * key_heads * keys) > NUMBERED:
+    op, facts = problem.op, facts_of(problem, check)
+    q, k, v, *_ = operands_of(problem.node)
+    if facts.batch * max(facts.heads * facts.queries, k.shape[1] * facts.keys) > NUMBERED:
         raise Unsupported("more than 2^31 rows")
-    for t in (q, k, v, *mask):
-        if t.dtype.bits > 32:
-            raise Unsupported(f"generated attention computes in f32, not {t.dtype}")
-    inner = [r for r in (op.scores, op.weights) if r is not None]
-    check((q, *mask, *inner, *stores_of(node)))
     check((k, v), picks=True)
     codes = [_codes(t) for t in (q, k, v)]
     on_weights = None if op.weights is None else _rounded(op.weights, fp8)
@@ -155,19 +125,14 @@ def heads_of(problem: AttentionProblem, fp8: frozenset[str]) -> Heads:
         narrow = q.dtype is k.dtype is v.dtype and q.dtype in (F16, BF16)
         mma_dtype, scale = q.dtype if narrow else F32, op.scale
     return Heads(
-        *(batch, heads, heads // key_heads, queries, keys, depth, width),
-        *given,
+        **vars(facts),
+        q=given[0],
+        k=given[1],
+        v=given[2],
         mma_dtype=mma_dtype,
         scale=scale,
-        causal=op.causal,
-        zero_masked_rows=op.zero_masked_rows,
-        equal_masked_rows=op.equal_masked_rows,
-        hidden=op.hidden,
-        mask=of_operand(broadcast(mask[0], (batch, heads, queries, keys)), columns_last=True) if mask else None,
         on_scores=None if op.scores is None else _rounded(op.scores, fp8, integers=whole),
         on_weights=on_weights,
-        result=problem.acc.dtype,
-        stores=tuple(of_store(root) for root in stores_of(node)),
     )
 
 

@@ -17,6 +17,7 @@ from tilewright.ir.graph import toposort
 from tilewright.ir.ops import Param
 from tilewright.ir.ops.attention import DROWNED
 from tilewright.lowering.access import Access
+from tilewright.sizes import next_power_of_2
 
 KERNEL = "tilewright.candidates.triton.attention._kernel.attention"
 SPLIT_KERNEL = "tilewright.candidates.triton.attention._split_kv.split_attention"
@@ -94,13 +95,13 @@ class KernelConfig(TileConfig):
     @property
     def kept_rows(self) -> int:
         """Rows of a tile of queries that are worth keeping: it is filled up for the matrix unit."""
-        return min(self.tile_m, power(self.queries, least=1))
+        return min(self.tile_m, next_power_of_2(self.queries))
 
     @property
     def at_once(self) -> int:
         """Parts that are added up at a time, a power of two: those that fit into registers."""
         most = LOADED * self.num_warps * 32 // (self.kept_rows * self.width)
-        return min(1 << max(most.bit_length() - 1, 0), power(self.split_kv or 1, least=1))
+        return min(1 << max(most.bit_length() - 1, 0), next_power_of_2(self.split_kv or 1))
 
     @property
     def workspace(self) -> tuple[int, int]:
@@ -131,9 +132,9 @@ def kernel_text(heads: Heads, point: TileConfig, fp8: frozenset[str]) -> KernelS
     return instance(kernel, made.config(point), given, pointers, functions, made.numbers.numbers, workspace, gluon=False)
 
 
-def power(n: int, least: int = 16) -> int:
-    """The least power of two that is no smaller, and by default fills a matrix instruction."""
-    return max(least, 1 << max(n - 1, 0).bit_length())
+def padded_extent(n: int) -> int:
+    """The least power of two that is no smaller and fills a matrix instruction."""
+    return max(16, next_power_of_2(n))
 
 
 class _Operands(Emitter):
@@ -193,7 +194,7 @@ class _Generated:
             group=h.group,
             keys=h.keys,
             shared=h.shared,
-            width=power(h.width),
+            width=padded_extent(h.width),
             causal=h.causal != "no",
             shift=h.shift,
             exact=exact,
@@ -224,15 +225,15 @@ class _Generated:
 
     def _columns(self, t: Text, extent: int, tile: Tile) -> Tile:
         """A tile of all columns of an operand or of the result."""
-        t.do(f"columns = tl.arange(0, {power(extent)})")
-        mask = None if power(extent) == extent else t.v(f"columns < {extent}")
+        t.do(f"columns = tl.arange(0, {padded_extent(extent)})")
+        mask = None if padded_extent(extent) == extent else t.v(f"columns < {extent}")
         return replace(tile, columns="columns", width=extent, column_mask=mask)
 
     def _load(self, operand: Operand, extent: int, *, ragged: bool) -> Function:
         """Read a tile's rows of an operand."""
         t = self._body()
         tile = self._columns(t, extent, Tile("rows", "", 0))
-        for mask in t.masked_if("ragged", "row_mask") if ragged else (None,):
+        for mask in t.masked_if_ragged("row_mask") if ragged else (None,):
             emitter = _Operands(t, replace(tile, row_mask=mask), fp8=self.fp8)
             t.do(f"return {emitter.ready(operand, self.mma_dtype)}")
         return ("rows", "row_mask", "ragged: tl.constexpr", "side"), t
@@ -240,7 +241,7 @@ class _Generated:
     def _score(self, *, ragged: bool) -> Function:
         """Make scores of a product of queries and keys: scaled, as an expression of them, masked."""
         h, t = self.h, self._body()
-        for column_mask in t.masked_if("ragged", "key_mask") if ragged else (None,):
+        for column_mask in t.masked_if_ragged("key_mask") if ragged else (None,):
             tile, score = replace(self.rows, columns="keys", width=h.keys, column_mask=column_mask), "x"
             mask = None if h.mask is None else self._mask(t, tile, h.mask)
             hides = h.mask is not None and h.mask.root.dtype is PRED
@@ -276,7 +277,7 @@ class _Generated:
     def _round_weights(self, *, ragged: bool) -> Function:
         """Make weights as they enter the second product, of those with the largest of a row one."""
         h, t = self.h, self._body()
-        for column_mask in t.masked_if("ragged", "key_mask") if ragged else (None,):
+        for column_mask in t.masked_if_ragged("key_mask") if ragged else (None,):
             if isinstance(h.on_weights, Rounded):
                 scaled = t.v(f"inverse * {t.number('code of a weight', 1 / h.on_weights.divisor)}")
                 code = _rounded(t, "weights", f"{scaled}[:, None]", h.on_weights, least=0.0)

@@ -96,9 +96,9 @@ class Text:
             self._indent -= 1
             self._known = outside
 
-    def masked_if(self, condition: str, mask: str) -> Generator[str | None]:
-        """Goes through both branches of a condition: with the mask where it holds, else with None."""
-        for header, inside in ((f"if {condition}:", mask), ("else:", None)):
+    def masked_if_ragged(self, mask: str) -> Generator[str | None]:
+        """Goes through both branches of the kernel's condition `ragged`: with the mask where it holds, else with None."""
+        for header, inside in (("if ragged:", mask), ("else:", None)):
             with self.block(header):
                 yield inside
 

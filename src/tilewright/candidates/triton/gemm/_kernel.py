@@ -76,7 +76,7 @@ def locate(block, config):
 def lhs_rows(matrix, tile_row, config):
     """Rows of the left operand, and of the results, that a tile has, and which of them exist."""
     m = tile_row * config.tile_m + tl.arange(0, config.tile_m)
-    return matrix * config.rows + m, m < config.rows
+    return matrix * config.M + m, m < config.M
 
 
 @triton.jit
@@ -85,10 +85,10 @@ def rhs_rows(matrix, tile_column, config):
     n = tl.arange(0, config.tile_n)
     if config.accumulators == 1:
         n = tile_column * config.width + n
-        return matrix * config.columns + n, n < config.stored
+        return matrix * config.N + n, n < config.stored
     else:
         of_half = tile_column * config.width + n % config.width
-        return matrix * config.columns + (of_half + n // config.width * config.stored), of_half < config.stored
+        return matrix * config.N + (of_half + n // config.width * config.stored), of_half < config.stored
 
 
 # -- the product
@@ -109,7 +109,7 @@ def mainloop(part, first, first_mask, second, second_mask, side, config, load_fi
     k = tl.arange(0, config.tile_k)
     for at in tl.range(0, config.part_depth, config.tile_k):
         k0 = part * config.part_depth + at
-        k_mask = k < config.depth - k0
+        k_mask = k < config.K - k0
         a = load_first(first, first_mask, k, k_mask, k0, side)
         b = load_second(second, second_mask, k, k_mask, k0, side)
         if config.second_unsigned:

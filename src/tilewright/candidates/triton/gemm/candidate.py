@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, MutableMapping
+from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from tilewright.candidates.triton.expressions.emit import NUMBERED, check
+from tilewright.candidates.triton.expressions.exchange import Push, Running
 from tilewright.candidates.triton.expressions.printer import pointer_type
 from tilewright.candidates.triton.gemm.dots import SHORT_SUM_BITS, choose
 from tilewright.candidates.triton.gemm.kernel import KernelSpec, TileConfig, write
@@ -27,6 +29,8 @@ from tilewright.schedule.cost import Work
 from tilewright.schedule.packed import packed_once
 from tilewright.schedule.problem import Problem
 from tilewright.schedule.recipe import Pointer
+
+PUSHED = 3  # points that are offered where the store goes to other ranks
 
 # Operands that torch evaluated, by one of the weights they are made of and their expression, so that kernels of other sizes
 # share them: which tensors at which version, the operand, and the other weights, whose identity must not pass to new ones.
@@ -71,8 +75,9 @@ class Plan:
     def machine_code(self, spec: KernelSpec) -> modules.Built:
         """A kernel's machine code."""
         types = {f"p{i}": (self.outside.get(i) or self.problem.types[i]).dtype for i in spec.sources}
-        types |= {f"o{i}": store.root.dtype for i, store in enumerate(spec.stores)}
-        signature = {name: pointer_type(t) for name, t in types.items()} | dict.fromkeys(spec.workspace, "*i32")
+        results = {f"o{i}": pointer_type(store.root.dtype) for i, store in enumerate(spec.stores)}
+        results = results if spec.push is None else spec.push.kinds(spec.stores[0].root.dtype)
+        signature = {name: pointer_type(t) for name, t in types.items()} | results | dict.fromkeys(spec.workspace, "*i32")
         if "sums" in signature and spec.dot.acc.is_float:
             signature["sums"] = "*fp32"
         fused = spec.dot.precision == "ieee"  # products without a matrix unit are fused multiply-adds
@@ -80,19 +85,42 @@ class Plan:
         options = {"num_warps": warps, "num_stages": stages, "enable_fp_fusion": fused}
         return modules.build(write(spec), signature, self.arch, self.target.index, **options)
 
+    def runner(
+        self, spec: KernelSpec, weights: Mapping[int, torch.Tensor], shared: Mapping[int, torch.Tensor] | None = None
+    ) -> Runner:
+        """A runner of a kernel.
+
+        Args:
+            spec: the kernel.
+            weights: sources that do not change, by number.
+            shared: memory of ranks into which the store goes (`Push.names`), by numbers behind those of all sources.
+        """
+        built, problem, target = self.machine_code(spec), self.problem, self.target
+        start = modules.launcher(built.kernel, (spec.config.tiles * spec.point.split_k,), target.index, built.numbers)
+        outputs = problem.outputs if shared is None else ()
+        given = [*pointers("source", (*spec.sources, *(shared or ()))), *pointers("result", range(len(outputs)))]
+        if spec.workspace:  # sums of parts of K, largest magnitudes of tiles, counters of parts done
+            *sizes, count = spec.workspace.values()
+            given += [*pointers("scratch", (4 * size for size in sizes)), Pointer("counters", count)]
+        constant = {**weights, **operands_outside(self.outside, spec.rhs, weights), **(shared or {})}
+        return caller(start, given, len(problem.types), outputs, constant, target)
+
+    def pushing(self) -> Sequence[Schedule]:
+        """The points at which a store may go to other ranks' memory (`expressions/exchange.py`)."""
+        return [*islice(self.schedules(), PUSHED)] if len(self.spec.stores) == 1 and not self.spec.amaxes else []
+
+    def pushed(self, schedule: Schedule, push: Push) -> Running:
+        """A function that gives the runner of a point whose store goes there."""
+        spec, dtype = replace(self.spec_of(schedule), push=push), self.problem.outputs[0].dtype
+        self.machine_code(spec)
+        return lambda weights, memory: self.runner(spec, weights, push.exchange.sent(memory, dtype))
+
     def build(self, schedule: Schedule) -> Kernel:
-        spec, problem, target = self.spec_of(schedule), self.problem, self.target
+        spec = self.spec_of(schedule)
         built = self.machine_code(spec)
 
         def prepare(weights: Mapping[int, torch.Tensor]) -> Runner:
-            grid = (spec.config.tiles * spec.point.split_k,)
-            start = modules.launcher(built.kernel, grid, target.index, built.numbers)
-            given = [*pointers("source", spec.sources), *pointers("result", range(len(problem.outputs)))]
-            if spec.workspace:  # sums of parts of K, largest magnitudes of tiles, counters of parts done
-                *sizes, count = spec.workspace.values()
-                given += [*pointers("scratch", (4 * size for size in sizes)), Pointer("counters", count)]
-            constant = {**weights, **operands_outside(self.outside, spec.rhs, weights)}
-            return caller(start, given, len(problem.types), problem.outputs, constant, target)
+            return self.runner(spec, weights)
 
         return Kernel(
             CANDIDATE.name,

@@ -4,9 +4,10 @@ operand in the type of the dot, and compute and store a tile of a result. The ke
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 from tilewright.candidates.triton.expressions.emit import Emitter, Tile
+from tilewright.candidates.triton.expressions.exchange import Push
 from tilewright.candidates.triton.expressions.printer import FP8, FP8_NAMES, zero
 from tilewright.candidates.triton.expressions.text import KernelSource, Text
 from tilewright.candidates.triton.gemm.dots import Dot
@@ -39,10 +40,10 @@ class TileConfig:
 class KernelConfig(TileConfig):
     """The constants of `_kernel.py`, and what follows from them."""
 
-    batch: int  # matrices, and M, N, K of each
-    rows: int
-    columns: int
-    depth: int
+    batch: int  # matrices, each of M x N x K
+    M: int
+    N: int
+    K: int
     accumulators: int  # sums that make one element of the result: 2 where a gate's and an up projection's columns meet
     integer: bool  # sums are int32, else f32
     precision: str | None  # of a product of f32, as `tl.dot` is told
@@ -60,7 +61,7 @@ class KernelConfig(TileConfig):
     @property
     def stored(self) -> int:
         """Columns of the results."""
-        return self.columns // self.accumulators
+        return self.N // self.accumulators
 
     @property
     def width(self) -> int:
@@ -70,7 +71,7 @@ class KernelConfig(TileConfig):
     @property
     def down(self) -> int:
         """Tiles of a matrix along M."""
-        return -(-self.rows // self.tile_m)
+        return -(-self.M // self.tile_m)
 
     @property
     def across(self) -> int:
@@ -89,7 +90,7 @@ class KernelConfig(TileConfig):
     @property
     def part_depth(self) -> int:
         """K of each of its parts, in whole steps."""
-        return -(-self.depth // (self.tile_k * self.split_k)) * self.tile_k
+        return -(-self.K // (self.tile_k * self.split_k)) * self.tile_k
 
 
 @dataclass(frozen=True)
@@ -97,23 +98,24 @@ class KernelSpec:
     """A gemm at one point of its space: all that its kernel is written from.
 
     Attributes:
-        batch, rows, columns, depth: matrices, and M, N, K of each.
+        batch, M, N, K: matrices, and the extents of each.
         dot: the instruction that multiplies a tile.
-        lhs: access of [batch * rows, depth].
-        rhs: access of [batch * columns, depth], or of [columns, depth] if `shared`.
-        stores: access of [batch * rows, columns], one a result.
+        lhs: access of [batch * M, K].
+        rhs: access of [batch * N, K], or of [N, K] if `shared`.
+        stores: access of [batch * M, N], one a result.
         sources: numbers of the sources that are arguments, before the results.
         fp8: see `Printer`.
         point: tile sizes and other knobs.
         up: what stands in the stores for sums of the right half of `rhs`, whose columns they read beside those of the left
             half (SwiGLU): a tile has as many of both.
         amaxes: stores, by number, that keep the largest magnitude of their values alone.
+        push: ranks into whose memory the one store goes, if it does.
     """
 
     batch: int
-    rows: int
-    columns: int
-    depth: int
+    M: int
+    N: int
+    K: int
     dot: Dot
     lhs: Access
     rhs: Access
@@ -123,6 +125,7 @@ class KernelSpec:
     point: TileConfig
     up: Node | None = None
     amaxes: tuple[int, ...] = ()
+    push: Push | None = None
 
     @property
     def config(self) -> KernelConfig:
@@ -132,9 +135,9 @@ class KernelSpec:
         return KernelConfig(
             **asdict(self.point),
             batch=self.batch,
-            rows=self.rows,
-            columns=self.columns,
-            depth=self.depth,
+            M=self.M,
+            N=self.N,
+            K=self.K,
             accumulators=1 if self.up is None else 2,
             integer=dot.acc is not F32,
             precision=dot.precision or None,
@@ -162,13 +165,14 @@ class KernelSpec:
     @property
     def arguments(self) -> list[str]:
         """The names of the kernel's arguments, but for numbers."""
-        return [f"p{i}" for i in self.sources] + [f"o{i}" for i in range(len(self.stores))] + [*self.workspace]
+        results = [f"o{i}" for i in range(len(self.stores))] if self.push is None else self.push.names
+        return [*(f"p{i}" for i in self.sources), *results, *self.workspace]
 
 
 def write(spec: KernelSpec) -> KernelSource:
     """A module with the function `kernel`, whose grid is `tiles * split_k` blocks."""
     config, numbers = spec.config, Text()
-    row_mask = "row_mask" if spec.rows % config.tile_m else None
+    row_mask = "row_mask" if spec.M % config.tile_m else None
     column_mask = "column_mask" if config.stored % config.width else None
     near = {} if spec.up is None else {spec.up: "up"}
     tile = Tile("rows", "columns", config.stored, row_mask, column_mask, "acc", config.swap_ab, near=near)
@@ -179,6 +183,8 @@ def write(spec: KernelSpec) -> KernelSource:
             emitter = Emitter(t, tile, fp8=spec.fp8)
             if i in spec.amaxes:
                 t.do(f"return {emitter.amax_bits(access)}")
+            elif spec.push is not None:
+                replace(spec.push, arrivals=config.tiles).store(emitter, access)
             else:
                 emitter.store(access, f"o{i}")
     functions = {
@@ -195,8 +201,8 @@ def write(spec: KernelSpec) -> KernelSource:
 def _load(spec: KernelSpec, access: Access, row_mask: str | None, numbers: Text, *, across: bool) -> Text:
     """Load a tile of an operand: repeated where it does not vary, zero past the end of K, in the type of the dot."""
     t, point, target = Text(beside=numbers), spec.point, spec.dot.operand
-    ragged = spec.depth % (point.tile_k * point.split_k) > 0
-    tile = Tile("rows", "k", spec.depth, row_mask, "k_mask" if ragged else None, None, across, "k0", point.tile_k)
+    ragged = spec.K % (point.tile_k * point.split_k) > 0
+    tile = Tile("rows", "k", spec.K, row_mask, "k_mask" if ragged else None, None, across, "k0", point.tile_k)
     emitter = Emitter(t, tile, fp8=spec.fp8)
     value, varies, dtype = emitter.value(access), emitter.varies(access), access.root.dtype
     computed = any(n.src and not isinstance(n.op, VIEWS) for n in toposort((access.root,)))

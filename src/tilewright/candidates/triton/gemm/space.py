@@ -21,6 +21,7 @@ from tilewright.ir.ops import VIEWS, Const, Map, Param
 from tilewright.lowering.access import Access
 from tilewright.lowering.scalar.costs import ON_THE_WAY
 from tilewright.schedule.cost import Phase, Work, predict_us
+from tilewright.sizes import next_power_of_2
 
 LANES = 128  # f32 operations a cycle and SM, of every architecture here but gfx9's 256
 SHARED_BYTES_PER_CYCLE = 128  # of an SM: 32 banks of 4 bytes (CUDA C++ Best Practices Guide 13.0, 10.2.3.1)
@@ -78,7 +79,7 @@ def legal(spec: KernelSpec, target: Target) -> list[TileConfig]:
     size = spec.dot.operand.bits // 8
     shared = target.chip.shared_bytes or DEFAULT_SHARED
     scalar = spec.dot.precision == "ieee"
-    rows, columns = _sizes(spec.rows), _sizes(spec.columns)
+    rows, columns = _sizes(spec.M), _sizes(spec.N)
     depths = (16, 32) if size == 4 else (32, 64, 128) if size == 2 else (64, 128, 256)
     # wgmma wants 64 rows, and takes its left operand alone from registers, where conversions leave theirs.
     swaps, converts = arch.capability == 90 and not scalar, _conversions(spec.rhs) > _conversions(spec.lhs)
@@ -88,11 +89,11 @@ def legal(spec: KernelSpec, target: Target) -> list[TileConfig]:
         most = 64 if scalar or spec.dot.promote else 128 if arch.backend == "cuda" else 256
         if sums > most or sums < 2 or (tile_m * tile_n < 4096 and num_warps == 8):
             continue
-        if tile_k > max(2 * depths[0], _up(spec.depth)) or (tile_m + tile_n) * tile_k * size > 96 << 10:
+        if tile_k > max(2 * depths[0], next_power_of_2(spec.K)) or (tile_m + tile_n) * tile_k * size > 96 << 10:
             continue
         for num_stages in (1, 2) if arch.backend == "hip" else (2, 3, 4, 5, 6):
             bytes_ = num_stages * (tile_m + tile_n) * tile_k * size
-            if bytes_ > shared or (num_stages > 2 and (num_stages - 1) * tile_k >= max(spec.depth, tile_k * 2)):
+            if bytes_ > shared or (num_stages > 2 and (num_stages - 1) * tile_k >= max(spec.K, tile_k * 2)):
                 continue
             for split_k in _splits(spec, tile_m, tile_n, tile_k, target):
                 for swap_ab in (False, True) if swaps and (tile_m < 64 or converts) and tile_n >= 64 else (False,):
@@ -118,10 +119,6 @@ def shared_bytes(spec: KernelSpec, p: TileConfig, arch: Arch) -> int:
     return bytes_
 
 
-def _up(extent: int) -> int:
-    return 1 << (extent - 1).bit_length()
-
-
 def _sizes(extent: int) -> list[int]:
     """Tile sizes along an axis: up to the first that covers it."""
     return [s for s in (16, 32, 64, 128, 256) if s < 2 * extent or s == 16]
@@ -129,8 +126,8 @@ def _sizes(extent: int) -> list[int]:
 
 def _splits(spec: KernelSpec, tile_m: int, tile_n: int, tile_k: int, target: Target) -> list[int]:
     """Parts of K that are worth having: each with a few steps, and no more blocks than fill the chip twice."""
-    tiles = spec.batch * -(-spec.rows // tile_m) * -(-spec.columns // tile_n)
-    steps = -(-spec.depth // tile_k)
+    tiles = spec.batch * -(-spec.M // tile_m) * -(-spec.N // tile_n)
+    steps = -(-spec.K // tile_k)
     return [1, *(s for s in (2, 4, 8, 16) if steps >= 4 * s and tiles * s <= 2 * target.cores)]
 
 
@@ -139,8 +136,8 @@ def _work(spec: KernelSpec, p: Any, target: Target) -> Work:
     arch = arch_of(target)
     size = spec.dot.operand.bits / 8
     sms = max(target.cores, 1)
-    steps = np.ceil(np.ceil(spec.depth / p.tile_k) / p.split_k)
-    tiles = spec.batch * np.ceil(spec.rows / p.tile_m) * np.ceil(spec.columns / p.tile_n)
+    steps = np.ceil(np.ceil(spec.K / p.tile_k) / p.split_k)
+    tiles = spec.batch * np.ceil(spec.M / p.tile_m) * np.ceil(spec.N / p.tile_n)
     blocks = tiles * p.split_k
 
     shared = np.maximum(p.num_stages * (p.tile_m + p.tile_n) * p.tile_k * size, 1024)
@@ -156,7 +153,7 @@ def _work(spec: KernelSpec, p: Any, target: Target) -> Work:
 
     lhs, rhs = _bytes(spec.lhs), _bytes(spec.rhs)
     near = p.tile_k * (p.tile_m * lhs + p.tile_n * rhs)  # of a step, from the last cache
-    once = spec.batch * spec.depth * (spec.rows * lhs + spec.columns * rhs) + sum(s.root.tensor.size_bytes for s in spec.stores)
+    once = spec.batch * spec.K * (spec.M * lhs + spec.N * rhs) + sum(s.root.tensor.size_bytes for s in spec.stores)
     far = np.minimum(once / (near * steps * blocks), 1.0)  # the part of it that comes from memory
 
     step, behind = _step(spec, p, arch, target)
@@ -174,8 +171,8 @@ def _work(spec: KernelSpec, p: Any, target: Target) -> Work:
 
     cache = next((c.bytes for c in reversed(target.chip.levels) if c.name.startswith("L")), 32 << 20)
     together = np.minimum(blocks, sms * resident)
-    down = np.minimum(np.minimum(p.group_m, np.ceil(spec.rows / p.tile_m)), together)
-    again = waves * spec.depth * (down * p.tile_m * lhs + np.ceil(together / down) * p.tile_n * rhs)
+    down = np.minimum(np.minimum(p.group_m, np.ceil(spec.M / p.tile_m)), together)
+    again = waves * spec.K * (down * p.tile_m * lhs + np.ceil(together / down) * p.tile_n * rhs)
     memory = np.where(once > cache, np.maximum(once, np.minimum(again, near * steps * blocks)), once)
     in_turn = rounds * steps * (each + converted / LANES)
     return Work((Phase(in_turn + exposed + reduced, 0.0, {"memory": memory}),))

@@ -37,6 +37,9 @@ def widest_products(ptx: str) -> str:
     """Integer products of 128 columns, two by two as one of 256.
 
     Within a group that is committed together, Triton asks for all of K with the left 128 columns, then with the right ones.
+
+    Raises:
+        UnexpectedPtx: the text is not what this was made for.
     """
     lines, group, fused = ptx.split("\n"), dict[str, tuple[int, re.Match[str]]](), 0
     for at, line in enumerate(lines):
@@ -61,6 +64,9 @@ def narrowed(ptx: str, columns: int) -> str:
     """Products of fewer columns than Triton asks for, who knows powers of two alone: the last registers stay as they are.
 
     Where a kernel had to say `stage_of` (`gemm/_operand.py`), a stage of the right operand is as long as its own columns.
+
+    Raises:
+        UnexpectedPtx: the text is not what this was made for.
     """
     whole = 1 << (columns - 1).bit_length()
     pattern = re.compile(rf"(wgmma\.mma_async\.sync\.aligned\.m64n){whole}(k\S+) \{{([^}}]*)\}}")
@@ -83,7 +89,11 @@ def narrowed(ptx: str, columns: int) -> str:
 
 
 def unsigned(ptx: str, lhs: bool, rhs: bool) -> str:
-    """Integer products whose left or right operand is unsigned."""
+    """Integer products whose left or right operand is unsigned.
+
+    Raises:
+        UnexpectedPtx: the text is not what this was made for.
+    """
     text, count = re.subn(r"(\.k32|k32)\.s32\.s8\.s8", rf"\1.s32.{'us'[not lhs]}8.{'us'[not rhs]}8", ptx)
     if not count:
         raise UnexpectedPtx("no integer products")
@@ -109,6 +119,9 @@ def multicast(ptx: str, right: int) -> str:
     both have read it; barriers are set up before either starts, since each is told of by the other.
 
     One thread sets them up at the kernel's very beginning, where all threads can still meet those of the other block.
+
+    Raises:
+        UnexpectedPtx: the text is not what this was made for.
     """
     at, barriers = _places(ptx)
     descriptors = re.findall(r"\.param \.align 64 \.b8 (\w+)\[128\]", ptx)
@@ -138,6 +151,9 @@ def split(ptx: str, blocks: int, groups: int, ring_bytes: tuple[int, int]) -> st
     What looks like barriers of MARKED arrivals tells where both operands' rings are, of `ring_bytes`, which must follow one
     another. The last barriers are `empty`, at which all of the cluster's warpgroups arrive in every block, and `full`, one of
     each warpgroup.
+
+    Raises:
+        UnexpectedPtx: the text is not what this was made for.
     """
     at, found = _places(ptx)
     rings = {count: offset for offset, count in found if count > MARKED}
@@ -228,7 +244,11 @@ def rewriting(*rewrites: Rewrite) -> Generator[None]:
 
 
 def clustered(ptx: str, size: int) -> str:
-    """Blocks in clusters of so many, which the kernel itself makes use of."""
+    """Blocks in clusters of so many, which the kernel itself makes use of.
+
+    Raises:
+        UnexpectedPtx: the text is not what this was made for.
+    """
     ptx, headers = re.subn(r"(?m)^(\.reqntid .*)$", rf"\1\n.explicitcluster\n.reqnctapercluster {size}, 1, 1", ptx)
     if headers != 1:
         raise UnexpectedPtx("the kernel does not begin as it did")

@@ -11,16 +11,19 @@ from itertools import product
 import torch
 
 from tilewright.candidates.triton.expressions.emit import NUMBERED, check_node
+from tilewright.candidates.triton.expressions.exchange import SHARED, Arrival, Exchange, Running
 from tilewright.candidates.triton.expressions.printer import pointer_type
 from tilewright.candidates.triton.normalization.kernel import Tiles, arguments_of, kernel_text, sources_of
 from tilewright.candidates.triton.runtime.launch import arrays_of, caller, parted, pointers
 from tilewright.candidates.triton.runtime.module import Arch, Built, arch_of, build, exact_fp8, launcher, needs
 from tilewright.hardware.target import Target
 from tilewright.ir.graph import Node
+from tilewright.ir.mesh import Symmetric
 from tilewright.ir.ops import Param
 from tilewright.lowering.reduction_nest import ReductionNest, reduction_nests
 from tilewright.schedule.candidate import FUSION, GPU, Candidate, Kernel, Runner, Schedule, Unsupported
 from tilewright.schedule.problem import FusionProblem
+from tilewright.sizes import next_power_of_2
 
 MOST_COLUMNS = 1 << 15  # of a row that is kept in registers
 PIECE = 1024  # columns of a tile where nothing is reduced
@@ -32,6 +35,15 @@ PROGRAMS = 4  # of an SM, so that one loads while others compute
 ROOM = 32  # of an SM for programs, and as one ends the next is not begun in no time
 POINTS = 12
 EARLY_BYTES = 128  # of constants in a thread's registers while the kernel ahead still runs
+
+
+@dataclass(frozen=True)
+class TileConfig:
+    """A point: rows and columns of a tile, and warps of a program."""
+
+    tile_m: int
+    tile_n: int
+    num_warps: int
 
 
 @dataclass(frozen=True)
@@ -59,27 +71,28 @@ class Plan:
         return max(self.nests, key=lambda r: r.rows * r.columns)
 
     def schedules(self) -> list[Schedule]:
-        return _points(self.largest, self.arch, self.cores)[:POINTS]
+        return [Schedule.of_point(p) for p in _points(self.largest, self.arch, self.cores)[:POINTS]]
 
     def tiles(self, schedule: Schedule) -> tuple[Tiles, ...]:
         """The tiles of each nest that a schedule stands for."""
-        named, num_warps, weights = self.largest, int(schedule["num_warps"]), self.problem.weights
+        point, weights = schedule.point(TileConfig), self.problem.weights
         found: list[Tiles] = []
         for nest in self.nests:
-            mine = schedule if nest is named else _points(nest, self.arch, self.cores, (num_warps,))[0]
-            tiles = Tiles(nest, int(mine["tile_m"]), int(mine["tile_n"]), self.arch.capability == 90)
-            early = _early(tiles, weights, num_warps * self.arch.warp) if any(weights) else ()
+            mine = point if nest is self.largest else _points(nest, self.arch, self.cores, (point.num_warps,))[0]
+            tiles = Tiles(nest, mine.tile_m, mine.tile_n, self.arch.capability == 90)
+            early = _early(tiles, weights, point.num_warps * self.arch.warp) if any(weights) else ()
             found.append(replace(tiles, early=early))
         return tuple(found)
 
     def compile(self, schedule: Schedule) -> None:
-        self.machine_code(self.tiles(schedule), int(schedule["num_warps"]))
+        self.machine_code(self.tiles(schedule), schedule.point(TileConfig).num_warps)
 
-    def machine_code(self, several: Sequence[Tiles], num_warps: int) -> Built:
-        """The kernel of all nests."""
+    def machine_code(self, several: Sequence[Tiles], num_warps: int, arrival: Arrival | None = None) -> Built:
+        """The kernel of all nests; `arrival`: other ranks that send some of the sources, if they do."""
         types = [self.problem.types[i] for i in sources_of(several)] + list(self.problem.outputs)
         signature = {name: pointer_type(t.dtype) for name, t in zip(arguments_of(several), types, strict=True)}
-        written = kernel_text(several, exact_fp8(self.arch))
+        signature |= {} if arrival is None else arrival.KINDS
+        written = kernel_text(several, exact_fp8(self.arch), arrival)
         options = {"debug": True, "sanitize_overflow": False} if any(t.nest.tables for t in several) else {}
         if any(t.dependent_launch for t in several):
             options["launch_pdl"] = True
@@ -87,7 +100,7 @@ class Plan:
 
     def build(self, schedule: Schedule) -> Kernel:
         problem, target, several = self.problem, self.target, self.tiles(schedule)
-        built = self.machine_code(several, int(schedule["num_warps"]))
+        built = self.machine_code(several, schedule.point(TileConfig).num_warps)
         start = launcher(built.kernel, (sum(t.grid for t in several),), target.index, built.numbers)
         given = [*pointers("source", sources_of(several)), *pointers("result", range(len(problem.outputs)))]
         run = partial(caller, start, given, len(problem.types), arrays_of(problem))
@@ -99,6 +112,24 @@ class Plan:
             return run(weights, target, places=places)
 
         return Kernel(CANDIDATE.name, schedule, prepare, place, **vars(needs(built.kernel)))
+
+    def awaiting(self, schedule: Schedule, exchange: Exchange, sent: Sequence[int]) -> Running:
+        """A function that gives the runner of a point that waits for what ranks send (`expressions/exchange.py`)."""
+        problem, target, several = self.problem, self.target, self.tiles(schedule)
+        read, dtype = sources_of(several), problem.types[sent[0]].dtype
+        arrival = Arrival(exchange, dtype, tuple(f"p{read.index(i)}" for i in sent))
+        built = self.machine_code(several, schedule.point(TileConfig).num_warps, arrival)
+
+        def made(weights: Mapping[int, torch.Tensor], memory: Symmetric) -> Runner:
+            exchange.limit(memory)
+            start = launcher(built.kernel, (sum(t.grid for t in several),), target.index, built.numbers)
+            held = {**weights, **dict(zip(sent, exchange.received(memory, dtype), strict=True))}
+            held |= {SHARED: exchange.words(memory), SHARED + 1: memory.late}
+            given = [*pointers("source", read), *pointers("result", range(len(problem.outputs)))]
+            given += pointers("source", (SHARED, SHARED + 1))
+            return caller(start, given, len(problem.types), arrays_of(problem), held, target)
+
+        return made
 
 
 def plan(problem: FusionProblem, target: Target) -> Plan:
@@ -129,18 +160,18 @@ def _early(tiles: Tiles, weights: Sequence[bool], threads: int) -> tuple[Node, .
     return tuple(params) if size <= EARLY_BYTES else ()
 
 
-def _points(nest: ReductionNest, arch: Arch, cores: int, warps: Sequence[int] = WARPS) -> list[Schedule]:
+def _points(nest: ReductionNest, arch: Arch, cores: int, warps: Sequence[int] = WARPS) -> list[TileConfig]:
     """Tiles of which a thread holds VECTOR_BYTES side by side of the widest values along a row, best first: if it were more,
     narrow results would be exchanged through shared memory. A warp, or several, take a row, or several."""
     along = [n for n in nest.nodes if n in nest.across and (isinstance(n.op, Param) or n in nest.roots)]
     vector = max(1, VECTOR_BYTES // max(n.dtype.size_bytes(1) for n in along)) if along else 1
     reduces = any(nest.level.values())
-    columns = _power(nest.columns if reduces else min(nest.columns, PIECE))
-    distance: dict[Schedule, float] = {}
+    columns = next_power_of_2(nest.columns if reduces else min(nest.columns, PIECE))
+    distance: dict[TileConfig, float] = {}
     for num_warps, share in product(warps, SHARES):
         tile_n = min(columns, int(vector * arch.warp * share))
         tile_m = vector * arch.warp * num_warps // tile_n
-        if share > num_warps or tile_m > _power(nest.rows):
+        if share > num_warps or tile_m > next_power_of_2(nest.rows):
             continue
         tiles = Tiles(nest, tile_m, tile_n)
         elements = tile_m * tile_n * tiles.chunks / (num_warps * arch.warp)
@@ -152,15 +183,10 @@ def _points(nest: ReductionNest, arch: Arch, cores: int, warps: Sequence[int] = 
             1.5 if num_warps == 1 and tiles.grid > ROOM * cores else 0.0,
             abs(math.log2(share)) / 4 if reduces else 0.0,
         )
-        distance.setdefault(Schedule.of(tile_m=tile_m, tile_n=tile_n, num_warps=num_warps), sum(terms))
+        distance.setdefault(TileConfig(tile_m, tile_n, num_warps), sum(terms))
     if not distance:  # fewer elements than a warp holds
-        return [Schedule.of(tile_m=_power(nest.rows), tile_n=columns, num_warps=warps[0])]
+        return [TileConfig(next_power_of_2(nest.rows), columns, warps[0])]
     return sorted(distance, key=distance.__getitem__)
-
-
-def _power(n: int) -> int:
-    """The least power of two that is no smaller."""
-    return 1 << max(n - 1, 0).bit_length()
 
 
 CANDIDATE = Candidate("triton_norm", FUSION, GPU, 5, plan)

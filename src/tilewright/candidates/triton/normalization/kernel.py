@@ -12,6 +12,7 @@ from functools import cached_property
 from itertools import product
 
 from tilewright.candidates.triton.expressions.emit import Emitter, Tile
+from tilewright.candidates.triton.expressions.exchange import Arrival
 from tilewright.candidates.triton.expressions.printer import in_registers, zero
 from tilewright.candidates.triton.expressions.text import KernelSource, Text
 from tilewright.candidates.triton.runtime.module import IMPORTS
@@ -85,15 +86,20 @@ class Tiles:
         return -(-self.nest.rows // self.tile_m) * self.pieces
 
 
-def kernel_text(several: Sequence[Tiles], fp8: frozenset[str]) -> KernelSource:
+def kernel_text(several: Sequence[Tiles], fp8: frozenset[str], arrival: Arrival | None = None) -> KernelSource:
     """A module with the function `kernel`, whose programs work on the first nest, then on the next.
 
     Args:
         several: the nests and their tiles.
         fp8: types that the hardware converts (`module.exact_fp8`).
+        arrival: other ranks that send some of the sources, if they do.
     """
     text = Text()
     dependent = any(tiles.dependent_launch for tiles in several)
+    if arrival is not None:  # a kernel that is launched early would take room from a rank that is waited for
+        if dependent:
+            text.do("gdc_wait()")
+        arrival.wait(text)
     if dependent:
         text.do("gdc_launch_dependents()")
     total, first, read = sum(tiles.grid for tiles in several), 0, sources_of(several)
@@ -107,8 +113,11 @@ def kernel_text(several: Sequence[Tiles], fp8: frozenset[str]) -> KernelSource:
                 program = text.v(f"program - {first}") if first else "program"
                 _Rows(text, tiles, program, str(i), read, fp8).write()
         first += tiles.grid
+    if arrival is not None:
+        arrival.end(text, total)
     imports = f"{IMPORTS}{DEPENDENT_LAUNCH if dependent else ''}"
-    arguments = ", ".join([*arguments_of(several), *text.numbers])
+    given = [] if arrival is None else [*arrival.KINDS]
+    arguments = ", ".join([*arguments_of(several), *given, *text.numbers])
     return KernelSource(f"{imports}\n{REDUCTIONS}\n\n@triton.jit\ndef kernel({arguments}):\n{text}\n", text.numbers)
 
 

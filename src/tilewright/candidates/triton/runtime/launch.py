@@ -4,6 +4,7 @@ blocks that are done.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
@@ -20,6 +21,7 @@ from tilewright.schedule.problem import FusionProblem
 from tilewright.schedule.recipe import Launched, MachineCode, Operand, Parts, Pointer, describe, recipe_of
 
 ALIGNED = 16
+AT_ONCE = 1 << 18  # counters that are cleared together: a megabyte
 SPARE = 32  # streams and captured calls whose counters are made beforehand
 
 
@@ -197,9 +199,8 @@ class Counters:
     def __init__(self, count: int, device: torch.device) -> None:
         self._count, self._device = -(-4 * count // ALIGNED) * ALIGNED // 4, device
         self._of_stream: dict[int, torch.Tensor] = {}
-        self._made = self._zeros(SPARE)  # kept: graphs know it by its address
+        self._made = _zeros(SPARE * self._count, device).view(SPARE, self._count)  # kept: graphs know it by its address
         self._spare = list(self._made.unbind())
-        torch.cuda.current_stream(device).synchronize()  # no graph waits for it
 
     def take(self) -> torch.Tensor:
         """The counters for a call that is about to be launched on the current stream of the device, which is the current
@@ -212,7 +213,20 @@ class Counters:
         return self._of_stream[stream]
 
     def _fresh(self) -> torch.Tensor:
-        return self._spare.pop() if self._spare else self._zeros()
+        return self._spare.pop() if self._spare else torch.zeros(self._count, dtype=torch.int32, device=self._device)
 
-    def _zeros(self, *several: int) -> torch.Tensor:
-        return torch.zeros((*several, self._count), dtype=torch.int32, device=self._device)
+
+_zeroed: dict[torch.device, torch.Tensor] = {}  # numbers of 32 bits that nobody has taken yet
+_taking = threading.Lock()
+
+
+def _zeros(count: int, device: torch.device) -> torch.Tensor:
+    """So many zeros [count] that no graph has to wait for: a piece of what was cleared for many kernels at once, since waiting
+    for that is waiting for the device."""
+    with _taking:
+        left = _zeroed.get(device)
+        if left is None or left.numel() < count:
+            left = torch.zeros(max(count, AT_ONCE), dtype=torch.int32, device=device)
+            torch.cuda.current_stream(device).synchronize()
+        _zeroed[device] = left[count:]
+        return left[:count]

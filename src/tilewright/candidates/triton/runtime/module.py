@@ -6,10 +6,12 @@ however many problems share it.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import importlib.util
 import linecache
 import re
+import struct
 import subprocess
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -18,6 +20,7 @@ from functools import cache, lru_cache, partial
 from importlib.abc import InspectLoader
 from importlib.machinery import ModuleSpec
 from pathlib import Path
+from threading import Thread
 from types import CodeType, ModuleType
 from typing import Any
 
@@ -30,6 +33,7 @@ from tilewright.schedule.recipe import MachineCode, Parts
 
 IMPORTS = "import triton\nimport triton.language as tl\n"
 GLUON_IMPORTS = IMPORTS + "from triton.experimental import gluon\nfrom triton.experimental.gluon import language as gl\n"
+REGISTERS, FRAME, SIZED = 0x2F, 0x11, 4  # EIATTR_REGCOUNT, EIATTR_FRAME_SIZE, EIFMT_SVAL in a cubin's section .nv.info
 INSTALL = "Triton is not installed: pip install tilewright[gpu]"
 
 
@@ -119,6 +123,8 @@ def compiled(function: Any, signature: Mapping[str, str], arch: Arch, **options:
     Raises:
         CompilerError: the installed Triton makes none of it.
     """
+    if _warming:
+        _warming[0].join()
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -135,6 +141,27 @@ def compiled(function: Any, signature: Mapping[str, str], arch: Arch, **options:
     for text in ("source", "llir"):  # up to megabytes, for as long as the kernel lives; they are in Triton's cache
         made.asm.pop(text, None)
     return made
+
+
+_warming: list[Thread] = []
+
+
+def warm() -> None:
+    """Begin to import Triton and to work out the keys of its cache: a digest of all its files, and its assembler's version, for
+    which Python is not needed. Who compiles waits for that; together it takes half a second."""
+    if installed() and not _warming:
+        _warming.append(Thread(target=_warm, name="tilewright warms Triton", daemon=True))
+        _warming[0].start()
+
+
+def _warm() -> None:
+    with contextlib.suppress(Exception):  # who compiles meets it again
+        importlib.import_module("triton.experimental.gluon.language")
+        importlib.import_module("triton.runtime.cache").triton_key()
+        from triton.backends.compiler import GPUTarget
+        from triton.compiler import make_backend
+
+        make_backend(GPUTarget("cuda", 90, 32)).hash()
 
 
 def keyed(function: Any) -> None:
@@ -159,6 +186,8 @@ def _keyed(value: Any, names: Iterable[str], seen: set[int]) -> None:
             _keyed(each, (), seen)
     elif isinstance(value, JITCallable) and id(value) not in seen:
         seen.add(id(value))
+        if getattr(value, "hash", None) is not None:  # those it calls have theirs, too
+            return
         mentioned = sorted(_mentioned(value.fn.__code__))
         for name in mentioned:
             _keyed(value.fn.__globals__.get(name), mentioned, seen)
@@ -281,10 +310,22 @@ def needs(kernel: Any) -> Needs:
 
 @lru_cache(maxsize=256)
 def _usage(cubin: bytes) -> tuple[int, int]:
-    """Registers and bytes of local memory."""
-    usage = _tool("cuobjdump", cubin, "--dump-resource-usage")
-    registers, stack = re.search(r"REG:(\d+)", usage), re.search(r"STACK:(\d+)", usage)
-    return int(registers[1]) if registers else 0, int(stack[1]) if stack else 0
+    """Registers and bytes of local memory, as `cuobjdump --dump-resource-usage` says them, which is a process for each."""
+    found = {REGISTERS: 0, FRAME: 0}
+    header, at = struct.unpack_from("<Q", cubin, 40)[0], 0
+    size, count, names = struct.unpack_from("<HHH", cubin, 58)
+    sections = [struct.unpack_from("<IIQQQQ", cubin, header + i * size) for i in range(count)]
+    for name, *_, start, length in sections:
+        at = sections[names][4] + name
+        if cubin[at : cubin.index(0, at)] != b".nv.info":
+            continue
+        at = start
+        while at < start + length:
+            form, kind, room = struct.unpack_from("<BBH", cubin, at)
+            if form == SIZED and kind in found:
+                found[kind] = max(found[kind], struct.unpack_from("<I", cubin, at + 8)[0])  # after the function's number
+            at += 4 + (room if form == SIZED else 0)
+    return found[REGISTERS], found[FRAME]
 
 
 def assembly(kernel: Any) -> str:

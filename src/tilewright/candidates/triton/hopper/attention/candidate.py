@@ -10,8 +10,9 @@ from itertools import product
 import torch
 
 from tilewright.candidates.triton.attention.heads import Heads, heads_of
-from tilewright.candidates.triton.attention.kernel import power, sources_of
+from tilewright.candidates.triton.attention.kernel import padded_extent, sources_of
 from tilewright.candidates.triton.expressions.printer import FP8, pointer_type
+from tilewright.candidates.triton.hopper.arch import SM_90, require
 from tilewright.candidates.triton.hopper.attention.kernel import (
     CHUNK,
     COUNTERS,
@@ -29,7 +30,7 @@ from tilewright.candidates.triton.hopper.attention.kernel import (
 from tilewright.candidates.triton.hopper.fast_math import NATIVE_FP8
 from tilewright.candidates.triton.hopper.gemm.tma import TMA_TYPES, descriptor, with_descriptors
 from tilewright.candidates.triton.runtime.launch import caller, pointers
-from tilewright.candidates.triton.runtime.module import INSTALL, Arch, Built, build, installed, launcher, needs
+from tilewright.candidates.triton.runtime.module import Built, build, launcher, needs
 from tilewright.dtype import F32, PRED
 from tilewright.hardware.target import Target
 from tilewright.schedule.candidate import ATTENTION, GPU, Candidate, Kernel, Runner, Schedule, Unsupported
@@ -66,7 +67,7 @@ class Plan:
         if tile.on_demand:
             signature |= dict.fromkeys(COUNTERS, "*i32")
         options = {"enable_fp_fusion": False, "num_warps": 4, "launch_pdl": True}
-        return build(kernel_text(heads, tile), boxes | signature, Arch("cuda", 90, 32), self.target.index, **options)
+        return build(kernel_text(heads, tile), boxes | signature, SM_90, self.target.index, **options)
 
     def build(self, schedule: Schedule) -> Kernel:
         heads, problem, target, tile = self.heads, self.problem, self.target, schedule.point(TileConfig)
@@ -93,10 +94,7 @@ def plan(problem: AttentionProblem, target: Target) -> Plan:
     Raises:
         Unsupported: the reason why there is none.
     """
-    if "sm_90" not in target.features:
-        raise Unsupported("wgmma as it is used here is Hopper's (sm_90)")
-    if not installed():
-        raise Unsupported(INSTALL)
+    require(target)
     found = supported_heads(problem)
     fitting = points(found, target.cores, target.caches_bytes.get("shared", target.chip.shared_bytes))
     if not fitting:
@@ -124,7 +122,7 @@ def supported_heads(problem: AttentionProblem) -> Heads:
     check_alignment(found)
     if found.equal_masked_rows and found.causal != "no" and not streams(found):
         raise Unsupported("rows that see nothing have equal weights, for keys that causality hides, too")
-    if not (holds(found) or streams(found)) or max(power(found.depth), power(found.width)) > 128:
+    if not (holds(found) or streams(found)) or max(padded_extent(found.depth), padded_extent(found.width)) > 128:
         raise Unsupported(f"all scores of {found.keys} keys do not fit into registers beside {found.width} columns")
     return found
 
@@ -142,7 +140,7 @@ def _takes(heads: Heads) -> bool:
 def _row_bytes(heads: Heads) -> tuple[int, int]:
     """Bytes of a row of queries or keys, and of a row of values, in shared memory."""
     each = heads.mma_dtype.bits // 8
-    return power(heads.depth) * (each if heads.q.codes is None else 1), power(heads.width) * each
+    return padded_extent(heads.depth) * (each if heads.q.codes is None else 1), padded_extent(heads.width) * each
 
 
 def shared_bytes(heads: Heads, tile: TileConfig) -> int:
@@ -159,7 +157,7 @@ def shared_bytes(heads: Heads, tile: TileConfig) -> int:
 
 def registers(heads: Heads) -> int:
     """Registers of a thread for its part of all scores of a tile and of the result."""
-    return (padded(heads.keys) + power(heads.width)) // 2
+    return (padded(heads.keys) + padded_extent(heads.width)) // 2
 
 
 def blocks(heads: Heads, tile: TileConfig, multiprocessors: int) -> int:

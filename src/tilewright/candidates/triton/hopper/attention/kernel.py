@@ -12,7 +12,7 @@ from typing import Literal
 import torch
 
 from tilewright.candidates.triton.attention.heads import Heads, Operand, number
-from tilewright.candidates.triton.attention.kernel import LOG2_E, power, sources_of
+from tilewright.candidates.triton.attention.kernel import LOG2_E, padded_extent, sources_of
 from tilewright.candidates.triton.expressions.emit import Emitter, Tile
 from tilewright.candidates.triton.expressions.printer import FP8_NAMES, NATIVE, in_memory
 from tilewright.candidates.triton.expressions.text import KernelSource, Text
@@ -25,6 +25,7 @@ from tilewright.ir.ops import VIEWS, Acc, Param, Quantize
 from tilewright.ir.ops.attention import DROWNED
 from tilewright.lowering.access import Access, AccessMap
 from tilewright.schedule.candidate import Unsupported
+from tilewright.sizes import round_up
 
 PACKAGE = "tilewright.candidates.triton.hopper.attention"
 ROWS = 64  # queries of a warpgroup, a tile
@@ -130,7 +131,7 @@ class KernelConfig(TileConfig):
 
 def padded(keys: int) -> int:
     """The number of keys, rounded up to whole tiles."""
-    return -(-keys // ROWS) * ROWS
+    return round_up(keys, ROWS)
 
 
 class _Values(Emitter):
@@ -166,8 +167,8 @@ def config_of(heads: Heads, tile: TileConfig) -> KernelConfig:
         shared=h.shared,
         queries=h.queries,
         keys=h.keys,
-        depth=power(h.depth),
-        width=power(h.width),
+        depth=padded_extent(h.depth),
+        width=padded_extent(h.width),
         causal=h.causal != "no",
         shift=h.shift,
         masked=mask is not None,
@@ -253,15 +254,15 @@ class _Generated:
         `ragged`: some of its rows do not exist."""
         t = self._body()
         each = 128 // max(operand.dtype.bits, 8)
-        lanes = min(max(power(columns) // each, 1), 32)
+        lanes = min(max(padded_extent(columns) // each, 1), 32)
         t.do(f"C: gl.constexpr = gl.BlockedLayout([1, {each}], [{32 // lanes}, {lanes}], [4, 1], [1, 0])")
-        t.do(f"columns = gl.arange(0, {power(columns)}, gl.SliceLayout(0, C))")
-        column_mask = t.v(f"columns < {columns}") if power(columns) != columns else None
+        t.do(f"columns = gl.arange(0, {padded_extent(columns)}, gl.SliceLayout(0, C))")
+        column_mask = t.v(f"columns < {columns}") if padded_extent(columns) != columns else None
         at, queries = f"head * {rows} + own", operand is self.h.q
         t.do(f"own = i * {ROWS if queries else CHUNK} + gl.arange(0, count, gl.SliceLayout(1, C))")
         if not queries:  # whose mask comes first: ptxas' code depends on the order, and this one was measured
             t.v(at)
-        for mask in t.masked_if("ragged", f"own < {rows}"):
+        for mask in t.masked_if_ragged(f"own < {rows}"):
             row_mask = mask and t.v(mask)
             emitter = self._emitter(t, Tile(t.v(at), "columns", columns, row_mask, column_mask))
             if read:
@@ -276,7 +277,7 @@ class _Generated:
         `ragged`: some of these keys do not exist."""
         h, t = self.h, self._body()
         t.do(f"rows = head * {h.queries} + queries")
-        for inside in t.masked_if("ragged", f"keys < {h.keys}"):
+        for inside in t.masked_if_ragged(f"keys < {h.keys}"):
             row_mask = t.v(f"queries < {h.queries}") if not self.config.key_padding_mask and self._ragged else None
             emitter = self._emitter(t, Tile("rows", "keys", h.keys, row_mask, inside and t.v(inside)))
             value = emitter.value(mask)
@@ -291,11 +292,11 @@ class _Generated:
         t.do(f"C: gl.constexpr = {self._store_layout()}")
         emitters: list[_Values] = []
         for name, layout in (("x", "O"), ("o", "C")):
-            t.do(f"{name}_column = gl.arange(0, {power(h.width)}, gl.SliceLayout(0, {layout}))")
+            t.do(f"{name}_column = gl.arange(0, {padded_extent(h.width)}, gl.SliceLayout(0, {layout}))")
             t.do(f"{name}_m = tile * {ROWS} + gl.arange(0, {ROWS}, gl.SliceLayout(1, {layout}))")
             t.do(f"{name}_rows = head * {h.queries} + {name}_m")
             row_mask = t.v(f"{name}_m < {h.queries}") if self._ragged else None
-            column_mask = t.v(f"{name}_column < {h.width}") if power(h.width) != h.width else None
+            column_mask = t.v(f"{name}_column < {h.width}") if padded_extent(h.width) != h.width else None
             tile = Tile(f"{name}_rows", f"{name}_column", h.width, row_mask, column_mask)
             emitters.append(self._emitter(t, replace(tile, acc="result")))
         quick = [quantised_result(store.root) for store in h.stores]
@@ -320,7 +321,7 @@ class _Generated:
     def _store_layout(self) -> str:
         """The layout in which rows are written: each thread has a piece, of those that it and the three beside it have after
         the product (PTX ISA 9.0, 9.7.15.5.1), so that pieces are exchanged among four threads."""
-        width = power(self.h.width)
+        width = padded_extent(self.h.width)
         each = min(128 // max(self.h.stores[0].root.dtype.bits, 8), width // 4)
         powers = [1 << b for b in range(width.bit_length() - 1)]
         registers = [[0, n] for n in powers if n < each] + [[8, 0]] + [[0, n] for n in powers if n >= 4 * each]
@@ -394,7 +395,7 @@ def tma_operands(heads: Heads) -> list[tuple[int, TmaView]] | None:
     ):
         source = source_of(operand.at)
         assert source is not None
-        view = tma_view(source[1], batch, extent, width, rows, power(width), operand.dtype.bits // 8)
+        view = tma_view(source[1], batch, extent, width, rows, padded_extent(width), operand.dtype.bits // 8)
         if view is None or view.m_major:
             return None
         found.append((source[0], view))

@@ -538,6 +538,8 @@ class Epilogue:
         Args:
             waiting: words of the subtile before, none at the first.
             parts: 32 rows each, or none behind the last subtile.
+            i, j: numbers of the store and of the subtile.
+            tile: the tile of the result.
         """
         config: gl.constexpr = self.config
         pitch: gl.constexpr = config.store_pitch[i]

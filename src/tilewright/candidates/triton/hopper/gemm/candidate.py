@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from tilewright.candidates.triton.hopper.arch import require
+from tilewright.candidates.triton.hopper.gemm.kernels import Plan
 from tilewright.candidates.triton.hopper.gemm.plan import plan_of
-from tilewright.candidates.triton.hopper.gemm.run import Plan
-from tilewright.candidates.triton.runtime import module
+from tilewright.candidates.triton.hopper.gemm.space import has_tiles
 from tilewright.hardware.target import Target
 from tilewright.schedule.candidate import GEMM, GPU, Candidate, Unsupported
 from tilewright.schedule.problem import Problem
@@ -16,12 +17,9 @@ def plan(problem: Problem, target: Target) -> Plan:
     Raises:
         Unsupported: the reason why there is none.
     """
-    if "sm_90" not in target.features:
-        raise Unsupported("wgmma and TMA as they are used here are Hopper's (sm_90)")
-    if not module.installed():
-        raise Unsupported(module.INSTALL)
+    require(target)
     found = Plan(plan_of(problem, target))
-    if not found.tiles:
+    if not has_tiles(found.gemm):
         raise Unsupported("no tile fits shared memory")
     return found
 

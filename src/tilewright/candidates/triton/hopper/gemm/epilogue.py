@@ -111,7 +111,7 @@ def _put(spec: KernelSpec, i: int, store: Store) -> list[str]:
 
 
 def _lines(spec: KernelSpec, i: int, store: Store) -> str:
-    """What `lines` gives for store i."""
+    """The expression that the kernel's `lines` returns for store i: where its rows lie, `()` where none are staged."""
     return f"r{i} + {store.access.of_result().offset}, M, N" if spec.config.store_pitch[i] else "()"
 
 

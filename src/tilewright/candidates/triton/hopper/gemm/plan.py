@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 import torch
 
 from tilewright.candidates.triton.expressions.emit import NUMBERED, check
+from tilewright.candidates.triton.hopper.gemm.tile import TileConfig
 from tilewright.candidates.triton.hopper.gemm.tma import ALIGNED, TMA_TYPES, TmaView, by_batch
 from tilewright.dtype import F8E4M3FN, F8E5M2, F32, S32, DType
 from tilewright.hardware.target import Target
@@ -21,9 +22,6 @@ from tilewright.lowering.access import Access, gate_up, of_operand, of_store
 from tilewright.schedule.candidate import Unsupported
 from tilewright.schedule.problem import Problem, read_operand
 from tilewright.schedule.recipe import Operand, Parts
-
-if TYPE_CHECKING:
-    from tilewright.candidates.triton.hopper.gemm.spec import TileConfig
 
 BLOCK = 128  # of K, as wide as a stage of 8-bit operands
 

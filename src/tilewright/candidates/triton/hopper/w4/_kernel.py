@@ -535,7 +535,9 @@ def multiply_blocks(queues, sums, x, at, here, there, more, weights):
         sums: sums of all tiles.
         x: the activations.
         at: bytes from the first block of the warp's part of a chunk to the first block.
-        here, there: pointers to the words that are multiplied, and to those that will be next, if there is `more`.
+        here, there: pointers to the words that are multiplied, and to those that will be next.
+        more: there are such.
+        weights: the packed weight, as the block reads it.
     """
     config: gl.constexpr = weights.config
     block = weights.block
@@ -670,6 +672,7 @@ def reduce(sums, count, block):
     Args:
         sums: a warp's sums.
         count: the cluster's row tiles before this one.
+        block: the block that has them.
     """
     config: gl.constexpr = block.config
     eights: gl.constexpr = config.columns // 8

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from hashlib import sha256
@@ -12,8 +12,10 @@ from typing import cast
 import torch
 
 from tilewright.candidates.triton.expressions.emit import Tile
+from tilewright.candidates.triton.expressions.exchange import Push, Running
 from tilewright.candidates.triton.expressions.printer import pointer_type
 from tilewright.candidates.triton.expressions.text import Text
+from tilewright.candidates.triton.hopper.arch import SM_90, require
 from tilewright.candidates.triton.hopper.fast_math import FastMath
 from tilewright.candidates.triton.hopper.ptx import REWRITE_DIGEST, clustered, rewriting
 from tilewright.candidates.triton.hopper.w4 import tiles
@@ -30,6 +32,7 @@ from tilewright.schedule.candidate import GEMM, GPU, Candidate, Kernel, Runner, 
 from tilewright.schedule.cost import Work, predict_us
 from tilewright.schedule.problem import Problem
 
+PUSHED = 3  # points that are offered where the store goes to other ranks
 LOOKED_AT, SUFFICE = 8, 2  # points whose machine code is looked at before they are offered, until so many are
 MOST_SPILLED = 64  # bytes of a thread: with a few of them points were the fastest still
 KERNEL = "tilewright.candidates.triton.hopper.w4._kernel.gemm"
@@ -69,8 +72,13 @@ class FewRows:
     def compile(self, schedule: Schedule) -> module.Built:
         return self.machine_code(self.config(schedule))
 
-    def machine_code(self, config: KernelConfig) -> module.Built:
-        """The kernel with what the program does to its sums. Once it has run it is loaded on one device."""
+    def machine_code(self, config: KernelConfig, push: Push | None = None) -> module.Built:
+        """The kernel with what the program does to its sums. Once it has run it is loaded on one device.
+
+        Args:
+            config: the point.
+            push: ranks into whose memory the one store goes, if it does.
+        """
         plan = self.plan
         leaves = {n for a in plan.stores for n in toposort((a.root,)) if isinstance(n.op, Param)} - {plan.up}
         sides = sorted({_pointer(n) for n in leaves}, key=lambda n: int(n[1:]))
@@ -82,20 +90,26 @@ class FewRows:
         column_mask = t.v(f"columns < {plan.out_features}") if ragged else None
         near = {} if plan.up is None else {plan.up: "up"}
         tile = Tile("rows", "columns", plan.out_features, row_mask, column_mask, "acc", across=True, near=near)
+        results = {n: pointer_type(a.root.dtype) for n, a in stores.items()}
         for name, access in stores.items():
-            FastMath(t, tile, _pointer, {}).store(access, name)
+            emitter = FastMath(t, tile, _pointer, {})
+            if push is None:
+                emitter.store(access, name)
+            else:
+                replace(push, arrivals=config.row_tiles * config.cluster).store(emitter, access)
+                results = push.kinds(access.root.dtype)
         functions = {"store": (("acc", "up", "rows", "columns", "side"), t)}
         note = f"statements of {STATEMENTS}, rewritten by {REWRITE_DIGEST}"
         given = ["x", f"({', '.join(words)})"]
-        text = module.instance(KERNEL, config, given, [*sides, *stores], functions, t.numbers, note=note)
+        text = module.instance(KERNEL, config, given, [*sides, *results], functions, t.numbers, note=note)
         kinds = {"x": pointer_type(plan.operand)} | dict.fromkeys(words, "*i32")
         kinds |= {n: pointer_type(self.problem.types[int(n[1:])].dtype) for n in sides}
-        kinds |= {n: pointer_type(a.root.dtype) for n, a in stores.items()}
+        kinds |= results
         with rewriting(*([partial(clustered, size=config.cluster)] if config.cluster > 1 else [])):
             built = module.build(
                 text,
                 kinds,
-                module.Arch("cuda", 90, 32),
+                SM_90,
                 self.target.index,
                 num_warps=config.warps,
                 launch_pdl=True,
@@ -104,27 +118,48 @@ class FewRows:
             )
         return replace(built, names=tuple(kinds))
 
-    def build(self, schedule: Schedule) -> Kernel:
-        problem, target, plan = self.problem, self.target, self.plan
-        built, grid = self.compile(schedule), self.config(schedule).grid
+    def runner(
+        self,
+        config: KernelConfig,
+        weights: Mapping[int, torch.Tensor],
+        push: Push | None = None,
+        shared: Mapping[int, torch.Tensor] | None = None,
+        built: module.Built | None = None,
+    ) -> Runner:
+        """A runner of a point.
+
+        Args:
+            config: the point.
+            weights: sources that do not change, by number.
+            push: see `machine_code`.
+            shared: memory of ranks into which the store goes then (`Push.names`), by numbers behind those of all sources.
+            built: its machine code, if that is at hand.
+        """
+        plan, target, count = self.plan, self.target, len(self.problem.types)
+        built, w = built or self.machine_code(config, push), plan.weights
         sides = [int(n[1:]) for n in built.names if n[0] == "p" and n[1:].isdigit()]
-        w, count = plan.weights, len(problem.types)
         read = [plan.x, *range(count, count + w.tensors), *sides]  # packed ones are numbered after the problem's own
+        packed = packed_weights(w.values(weights), w, plan.operand)
+        constant = {**weights, **{count + i: t for i, t in enumerate(packed)}, **(shared or {})}
+        start = module.launcher(built.kernel, (config.grid,), target.index, built.numbers)
+        outputs = self.problem.outputs if push is None else ()
+        given = [*pointers("source", (*read, *(shared or ()))), *pointers("result", range(len(outputs)))]
+        return caller(start, given, count, outputs, constant, target)
+
+    def build(self, schedule: Schedule) -> Kernel:
+        plan, config = self.plan, self.config(schedule)
+        built = self.machine_code(config)
+        sides = [int(n[1:]) for n in built.names if n[0] == "p" and n[1:].isdigit()]
 
         def prepare(weights: Mapping[int, torch.Tensor]) -> Runner:
-            packed = packed_weights(w.values(weights), w, plan.operand)
-            torch.cuda.synchronize(target.index)  # a launch reads weights before what is ahead of it has ended
-            constant = {**weights, **{count + i: t for i, t in enumerate(packed)}}
-            start = module.launcher(built.kernel, (grid,), target.index, built.numbers)
-            given = [*pointers("source", read), *pointers("result", range(len(problem.outputs)))]
-            return caller(start, given, count, problem.outputs, constant, target)
+            return self.runner(config, weights, built=built)
 
         return Kernel(
             CANDIDATE.name,
             schedule,
             prepare,
             packed_bytes=plan.packed_bytes(),
-            releasable=w.sources - frozenset(sides),
+            releasable=plan.weights.sources - frozenset(sides),
             **vars(module.needs(built.kernel)),
         )
 
@@ -174,6 +209,16 @@ class Plan:
     def work(self, schedule: Schedule) -> Work:
         return self._plan(schedule).work(schedule)
 
+    def pushing(self) -> Sequence[Schedule]:
+        """The points at which a store may go to other ranks' memory (`expressions/exchange.py`)."""
+        return [c.schedule() for c in self.few.configs[:PUSHED]] if len(self.few.plan.stores) == 1 else []
+
+    def pushed(self, schedule: Schedule, push: Push) -> Running:
+        """A function that gives the runner of a point whose store goes there."""
+        few, config, dtype = self.few, self.few.config(schedule), self.few.problem.outputs[0].dtype
+        few.machine_code(config, push)
+        return lambda weights, memory: few.runner(config, weights, push, push.exchange.sent(memory, dtype))
+
     def compile(self, schedule: Schedule) -> None:
         self._plan(schedule).compile(schedule)
 
@@ -187,10 +232,7 @@ def plan(problem: Problem, target: Target) -> Plan:
     Raises:
         Unsupported: the reason why there is none.
     """
-    if "sm_90" not in target.features:
-        raise Unsupported("clusters, wgmma and dependent launches as they are used here are Hopper's (sm_90)")
-    if not module.installed():
-        raise Unsupported(module.INSTALL)
+    require(target)
     few = plan_of(problem)
     found = Plan(FewRows(problem, target, few), tiles.tiles_of(problem, target, few))
     if found.few.configs or found.large_schedules:

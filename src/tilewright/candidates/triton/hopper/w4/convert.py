@@ -13,7 +13,8 @@ from dataclasses import dataclass
 
 import torch
 
-from tilewright.candidates.triton.hopper.w4.pack import BLOCK, MAGIC, bias, places
+from tilewright.candidates.triton.hopper.w4.pack import MAGIC, bias, places
+from tilewright.candidates.triton.hopper.w4.plan import BLOCK
 from tilewright.dtype import BF16, F8E4M3FN, F8E5M2, S4, S8, DType
 
 WORDS = 4  # words that one statement makes bytes of: 16 codes each of K for rows g and g + 8

@@ -9,15 +9,14 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, fields
 from itertools import product
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from tilewright.candidates.triton.hopper.w4.convert import Asm, dequantize_to_halves, widen
-from tilewright.candidates.triton.hopper.w4.pack import BLOCK, MAGIC, bias, half_of
+from tilewright.candidates.triton.hopper.w4.pack import MAGIC, bias, half_of
+from tilewright.candidates.triton.hopper.w4.plan import BLOCK, PackedGemm
 from tilewright.dtype import F16, F32, DType, dtype
 from tilewright.schedule.candidate import Schedule
-
-if TYPE_CHECKING:
-    from tilewright.candidates.triton.hopper.w4.plan import PackedGemm
+from tilewright.sizes import next_power_of_2, round_up
 
 BARRIER_AT, X_AT = 512, 1024  # in shared memory: the cluster's barriers, activations aligned as the swizzle wants them
 FEW = 2  # words of a row that a load brings where all of K is unrolled: with more of them registers run out
@@ -166,7 +165,7 @@ class KernelConfig(TileConfig):
     @property
     def columns(self) -> int:
         """Rows of the activations, filled up to what is multiplied at once."""
-        return max(8, 1 << (self.rows - 1).bit_length())
+        return max(8, next_power_of_2(self.rows))
 
     @property
     def row_tiles(self) -> int:
@@ -325,7 +324,7 @@ class KernelConfig(TileConfig):
     def shared_bytes(self) -> int:
         """The size of all of it, with room for sums of two row tiles from the cluster's blocks if need be."""
         received = self.cta_sums * 4 * (2 if self.persistent else 1) if self.cluster > 1 else 0
-        return -(-(self.received_at + received) // 512) * 512
+        return round_up(self.received_at + received, 512)
 
     # -- loads of the weights
 

@@ -12,18 +12,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 
+from tilewright.candidates.triton.hopper.w4.plan import BLOCK, ROWS, Weights
 from tilewright.dtype import BF16, F16, DType
 from tilewright.schedule.packed import all_packed_once
 
-if TYPE_CHECKING:
-    from tilewright.candidates.triton.hopper.w4.plan import Weights
-
-BLOCK = 64  # rows and columns of a block
-ROWS = 256  # the number of rows is filled up to a multiple of this
 AT_ONCE = 1 << 24  # codes that are packed together: what stands between takes 20 bytes each
 
 # Exponents set over a code's bits make it this number plus the code: of a lane's first row, and of its second.
@@ -33,12 +28,20 @@ MAGIC = {(4, "f16"): (16, 256), (8, "f16"): (1024, 1024), (4, "bf16"): (128, 128
 def packed_weights(
     sources: Sequence[torch.Tensor], weights: Weights, operand: DType, *, expanded: bool = False
 ) -> list[torch.Tensor]:
-    """Codes, scales and maybe zero points as kernels read them, on the sources' device; packed once for all kernels.
+    """Codes, scales and maybe zero points as kernels read them, on the sources' device; packed once for all kernels, and there:
+    a launch may read them before what is ahead of it has ended.
     `expanded`: codes of 4 bits as the bytes that are multiplied by 8-bit floats, their zero points taken off."""
     w = weights
     form = "hopper_w4", w.kind, w.scale_k, w.group, w.k_contiguous, w.interleaved, operand, expanded
     count = 2 if expanded else weights.tensors
-    return all_packed_once(sources, form, count, lambda: _all_packed(sources, weights, operand, expanded=expanded))
+
+    def pack() -> list[torch.Tensor]:
+        made = _all_packed(sources, weights, operand, expanded=expanded)
+        if made[0].is_cuda:
+            torch.cuda.synchronize(made[0].device)
+        return made
+
+    return all_packed_once(sources, form, count, pack)
 
 
 def _all_packed(sources: Sequence[torch.Tensor], weights: Weights, operand: DType, *, expanded: bool) -> list[torch.Tensor]:

@@ -10,7 +10,6 @@ from typing import cast
 import torch
 
 from tilewright.candidates.triton.expressions.emit import check
-from tilewright.candidates.triton.hopper.w4.pack import BLOCK, ROWS
 from tilewright.dtype import BF16, F8E4M3FN, F8E5M2, F16, F32, S8, S32, U8, DType
 from tilewright.ir.build import convert, map_
 from tilewright.ir.evaluate import evaluate_nodes
@@ -19,7 +18,10 @@ from tilewright.ir.ops import Acc, Convert, Dequantize, Param, Transpose
 from tilewright.lowering.access import Access, codes_of, gate_up, of_operand, of_store
 from tilewright.schedule.candidate import Unsupported
 from tilewright.schedule.problem import Problem, read_operand
+from tilewright.sizes import round_up
 
+BLOCK = 64  # rows and columns of a block of packed weights
+ROWS = 256  # the number of their rows is filled up to a multiple of this
 SMALLEST_GROUP = 32
 OPERANDS = (F16, BF16, S8, U8, F8E4M3FN, F8E5M2)
 
@@ -111,7 +113,7 @@ class PackedGemm:
     @property
     def packed_rows(self) -> int:
         """Rows of the weights as they are packed, filled up."""
-        return -(-self.weight_rows // ROWS) * ROWS
+        return round_up(self.weight_rows, ROWS)
 
     def packed_bytes(self, *, expanded: bool = False) -> int:
         """Bytes of codes, scales and zero points as they are packed (`pack.packed_weights`)."""

@@ -13,8 +13,9 @@ import torch
 
 from tilewright.candidates.triton.hopper.gemm import plan as hopper_plan
 from tilewright.candidates.triton.hopper.gemm import space as hopper_space
-from tilewright.candidates.triton.hopper.gemm.run import Plan
-from tilewright.candidates.triton.hopper.gemm.spec import Argument, KernelConfig, KernelSpec, TileConfig, spec_of
+from tilewright.candidates.triton.hopper.gemm.kernels import Plan
+from tilewright.candidates.triton.hopper.gemm.spec import Argument, KernelConfig, KernelSpec, spec_of
+from tilewright.candidates.triton.hopper.gemm.tile import TileConfig
 from tilewright.candidates.triton.hopper.gemm.tma import TmaView, descriptor
 from tilewright.candidates.triton.hopper.w4.convert import (
     byte_factor,
@@ -24,8 +25,8 @@ from tilewright.candidates.triton.hopper.w4.convert import (
     flip_signs,
     spread_rows,
 )
-from tilewright.candidates.triton.hopper.w4.pack import BLOCK, packed_weights
-from tilewright.candidates.triton.hopper.w4.plan import PackedGemm, Weights, left_of
+from tilewright.candidates.triton.hopper.w4.pack import packed_weights
+from tilewright.candidates.triton.hopper.w4.plan import BLOCK, PackedGemm, Weights, left_of
 from tilewright.candidates.triton.runtime.module import Built
 from tilewright.dtype import F8E4M3FN, F32, S8, S32
 from tilewright.hardware.target import Target
