@@ -1,4 +1,4 @@
-"""What oneDNN takes over of an epilogue, and what it must leave."""
+"""Epilogues: which operations oneDNN takes over, and which it must leave."""
 
 import pytest
 import torch

@@ -47,7 +47,7 @@ def test_rows_that_see_nothing_have_equal_weights_where_the_graph_says_so(querie
 
 
 def test_heads_of_one_query_are_what_the_library_is_given(monkeypatch):
-    """With keys and values as they lie, not repeated."""
+    """Keys and values are given as they lie, not repeated."""
     given = []
     library = torch.nn.functional.scaled_dot_product_attention
 

@@ -222,7 +222,7 @@ def test_a_rotation_is_one_step_between_its_product_and_attention():
 
 @pytest.mark.parametrize("interleaved", [0, 1])
 def test_onnx_s_rotary_embedding_is_one_step(interleaved):
-    """Of heads side by side, the cosines and sines picked by position, a part of each head left as it is."""
+    """Heads lie side by side, cosines and sines are picked by position, and a part of each head is left as it is."""
     onnx = pytest.importorskip("onnx")
     from onnx.reference import ReferenceEvaluator
 

@@ -32,4 +32,4 @@ def plan(problem: AnyProblem, target: Target) -> FixedPlan:
     return FixedPlan((Schedule(),), partial(_build, problem))
 
 
-CANDIDATE = Candidate("reference", GEMM | ATTENTION | FUSION, CPU | GPU, LAST_RESORT, plan)
+CANDIDATE = Candidate("reference", GEMM | ATTENTION | FUSION, CPU | GPU, LAST_RESORT, plan, ranks="any")

@@ -41,7 +41,7 @@ from tilewright.schedule.recipe import Built, Parts, Split, describe, recipe_of
 from tilewright.schedule.search import search
 
 PART_BUDGET_S = 0.1
-PART_WITHIN_S = 1.0  # by the clock, where compiling what is then too slow takes seconds
+PART_WITHIN_S = 1.0  # by the clock, where compiling or checking what is then too slow takes seconds
 
 
 @dataclass(frozen=True)
@@ -142,12 +142,12 @@ def by_pages(problem: AttentionProblem) -> list[Piece]:
 
 
 def picked(problem: AttentionProblem) -> list[Node]:
-    """What tables pick in an attention's operands."""
+    """The blocks that tables pick in an attention's operands."""
     return [n for n in toposort(operands_of(problem.node)) if isinstance(n.op, Gather)]
 
 
 def _alone(problem: Problem | AttentionProblem, node: Node) -> Piece:
-    """What an operand is made of as a fusion with one result."""
+    """A fusion that computes one node of an operand and gives it as its only result."""
     region, order = fusion_of([n for n in toposort((node,)) if isinstance(n.op, Param)], (node,))
     places = tuple(n.op.index for n in order if isinstance(n.op, Param))
     return Piece(replace(region, weights=tuple(problem.weights[i] for i in places)), places)
@@ -224,9 +224,8 @@ class Plan:
             chosen = zip(pieces, chosen_of(schedule), strict=True)
             kernels = [_plan_of(p, name, target).build(point) for p, (name, point) in chosen]
         else:
-            gpu = target.kind != "cpu"
-            within_s = PART_WITHIN_S if gpu else None
-            fastest = partial(search, budget_s=PART_BUDGET_S, candidates=_others(), within_s=within_s, cold=gpu)
+            cold, others = target.kind != "cpu", _others()
+            fastest = partial(search, budget_s=PART_BUDGET_S, candidates=others, within_s=PART_WITHIN_S, cold=cold)
             kernels = [fastest(p.problem, target).kernel for p in pieces]
         releasable = frozenset(
             i
@@ -286,7 +285,7 @@ def plan(problem: Problem | AttentionProblem, target: Target) -> Plan | Refusal:
         return (
             Plan(problem, target, (PAGES,))
             if picked(problem)
-            else Refusal("keys and values are in no blocks that a table picks")
+            else Refusal("keys and values are in no blocks that a table picks", "inapplicable")
         )
     op = problem.op
     ways: list[str] = []
@@ -300,7 +299,8 @@ def plan(problem: Problem | AttentionProblem, target: Target) -> Plan | Refusal:
         return Plan(problem, target, tuple(ways))
     if len(op.stores) > 1:
         return Refusal("a store reads more than one range of columns")
-    return Refusal("nothing stands between product and store, and no operand is computed, so there is nothing to take apart")
+    why = "nothing stands between product and store, and no operand is computed, so there is nothing to take apart"
+    return Refusal(why, "inapplicable")
 
 
 def in_order(pieces: Sequence[Piece], kernels: Sequence[Kernel], weights: Mapping[int, torch.Tensor], count: int) -> Runner:

@@ -33,7 +33,7 @@ from tilewright.ir.ops import (
     Transpose,
 )
 from tilewright.ir.types import Shape
-from tilewright.schedule.candidate import Unsupported
+from tilewright.schedule.candidate import Inapplicable, Unsupported
 from tilewright.schedule.problem import Problem
 
 
@@ -197,7 +197,11 @@ def _same(a: View, b: View) -> bool:
 
 
 def below_view(node: Node, source: Node, view: View) -> View:
-    """The view of a source of `node`."""
+    """The view of a source of `node`.
+
+    Raises:
+        Unsupported: the operation has no place in a generated kernel, or does not follow the view's axes.
+    """
     op = node.op
     if isinstance(op, Slice):
         start = tuple(a + s * t for s, a, t in zip(view.start, op.start, op.step, strict=True))
@@ -354,7 +358,7 @@ def codes_of(problem: Problem, *bits: int, floats: bool = False) -> tuple[Node, 
     codes = found.src[0].dtype if isinstance(found.op, Dequantize) else None
     if codes is None or not (codes.is_integer or floats) or codes.bits not in bits:
         kind = "codes" if floats else "integer codes"
-        raise Unsupported(f"the right operand is not {kind} of {' or '.join(map(str, bits))} bits with scales")
+        raise Inapplicable(f"the right operand is not {kind} of {' or '.join(map(str, bits))} bits with scales")
     if len(found.shape) != 2:
         raise Unsupported("the weights are not one matrix, as it is or transposed")
     if not problem.constant(found):

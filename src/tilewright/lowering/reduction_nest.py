@@ -25,8 +25,8 @@ from tilewright.ir.axes import (
     propagate_to_user,
     reshaped,
 )
-from tilewright.ir.dims import hint_of
 from tilewright.ir.expression import ELEMENTWISE
+from tilewright.ir.extent import hint_of
 from tilewright.ir.graph import Node, toposort
 from tilewright.ir.ops import (
     VIEWS,

@@ -1,4 +1,4 @@
-"""Where generated kernels read and write: chains of views against NumPy's own, element by element."""
+"""Addresses that generated kernels read and write: chains of views against NumPy's own, element by element."""
 
 import math
 
@@ -74,7 +74,7 @@ def places(place: AccessMap, rows: int, columns: int) -> np.ndarray:
 
 
 def leaf_numbers(root, leaf):
-    """Which element of the leaf each element of the expression is."""
+    """The number of the leaf's element that each element of the expression is."""
     (value,) = evaluate_nodes([root], {leaf: torch.arange(math.prod(leaf.shape), dtype=torch.float32).view(leaf.shape)})
     return value.numpy().astype(np.int64)
 
@@ -193,7 +193,7 @@ def test_what_has_no_address_is_refused_with_a_sentence():
 
 @pytest.mark.parametrize("first", [0, 4, 8])
 def test_a_range_of_what_a_reshape_gave_extents_of_one(first):
-    """As of a bias that several ranges of columns share."""
+    """A bias that several ranges of columns share is such a one."""
     acc, bias = slice_(accumulator(3, 12), 1, first, first + 4), param(0, 12)
     part = slice_(reshape(bias, (1, 12)), 1, first, first + 4)
     access = of_store(map_("add", acc, broadcast(part, (3, 4))))
@@ -204,7 +204,7 @@ def test_a_range_of_what_a_reshape_gave_extents_of_one(first):
 @pytest.mark.parametrize("first", [0, 4, 8])
 @pytest.mark.parametrize("repeated", [False, True])
 def test_a_range_of_what_is_worked_out_beside_the_sums(first, repeated):
-    """As of zero points times sums of weights, of which each of several joined products takes its columns."""
+    """Zero points times sums of weights are such: each of several joined products takes its columns of them."""
     acc, zero, sums = slice_(accumulator(3, 12), 1, first, first + 4), param(0), param(1, 1, 12)
     given = map_("multiply", zero if repeated else broadcast(zero, (1, 12)), broadcast(sums, (3, 12)) if repeated else sums)
     root = map_("subtract", acc, slice_(given, 1, first, first + 4))

@@ -12,6 +12,7 @@ from tilewright.dtype import BF16, F16, F32, F64, PRED
 from tilewright.hardware.detect import chips, detect
 from tilewright.ir.evaluate import evaluate_nodes
 from tilewright.ir.graph import Node
+from tilewright.ir.ops.attention import causal_shift
 from tilewright.schedule.candidate import plan_for, refusal
 from tilewright.schedule.expected import check, expect
 from tilewright.schedule.measure import examine
@@ -49,6 +50,24 @@ def test_masks_of_every_broadcast_shape(mask, spread):
     extents = (shape[0], shape[1], shape[3], shape[4])
     given = tuple(d if full else 1 for d, full in zip(extents, spread, strict=True))
     assert_right(attention(shape, mask=(mask, given), causal="lower"))
+
+
+@pytest.mark.parametrize(("queries", "keys"), [(100, 100), (64, 64), (7, 200), (100, 40), (130, 33)])
+@pytest.mark.parametrize("causal", ["upper", "lower"])
+def test_keys_that_causality_hides_from_a_tile_are_left_out(causal, queries, keys):
+    """A value that is no number has no effect in tiles that see no key of its panel."""
+    node = attention((2, 4, 2, queries, keys, 24, 20), causal=causal, zero_masked_rows=True)
+    assert_right(node)
+    problem = problem_of(node)
+    sources = random_sources(problem, 0)
+    (wanted,) = runner(problem)(sources)
+    sources[2][:, :, -1] = float("nan")
+    (found,) = runner(problem)(sources)
+    blind = max(
+        0, keys - 1 - 64 - causal_shift(causal, queries, keys)
+    )  # queries more than a panel and a tile before the last key
+    assert torch.equal(found[:, :, :blind], wanted[:, :, :blind])
+    assert bool(found[:, :, -1].isnan().all()) == (causal == "lower" or queries >= keys)
 
 
 def test_rows_that_see_nothing_and_values_that_are_no_numbers():

@@ -1,4 +1,4 @@
-"""What generated kernels make of types: conversions, quantising and dequantising, exactly as the oracle, on every 8- and 16-bit
+"""Casts in generated kernels: conversions, quantising and dequantising, exactly as the oracle, on every 8- and 16-bit
 value, at ties, ends, NaN and infinity; and what they refuse."""
 
 import itertools
@@ -35,7 +35,7 @@ def halfway(target: DType) -> np.ndarray:
 
 
 def table(values: np.ndarray, dtype: DType) -> torch.Tensor:
-    """As rows of 20 columns, one vector and a part of one."""
+    """Repeat values to fill rows of 20 columns, one vector and a part of one."""
     return from_numpy(np.resize(values.ravel(), (-(-values.size // 20), 20)), dtype)
 
 
@@ -161,7 +161,7 @@ def test_dequantize_is_exact(source, target):
 
 @pytest.mark.parametrize("source", [S32, U32], ids=str)
 def test_dequantize_of_32_bits_rounds_them_to_f32(source):
-    """Without a zero point; a difference from one would have to be exact, and is refused."""
+    """There is no zero point; a difference from one would have to be exact, and is refused."""
     x = torch.tensor([0, 1, -1, 2**24 + 1, -(2**24) - 3, 2**31 - 1, -(2**31), 123456789], dtype=torch.int64)
     x = (x.abs() if source is U32 else x).to(source.to_torch()).reshape(2, 4)
     scale = torch.tensor(0.3337)

@@ -46,7 +46,7 @@ def first(candidate, posed_problem, target, **knobs):
 
 
 def wrong(candidate, posed_problem, schedule, target=H200, **how):
-    """What is wrong with a kernel's results, None if nothing is."""
+    """Say what is wrong with a kernel's results; None if nothing is."""
     sources = random_sources(posed_problem)
     got = emulate(candidate, posed_problem, schedule, sources, target, **how)
     return check(posed_problem, expect(posed_problem, sources), got)

@@ -4,14 +4,15 @@ import gc
 import os
 import platform
 import stat
-import subprocess
 import sys
-import threading
+import tempfile
 import weakref
 from pathlib import Path
 
 import pytest
 import torch
+import warm
+from in_threads import in_threads
 from llvm_map import begin, end
 
 from tilewright.candidates.llvm.expressions.text import PYTHON, THREADS, Function, Module
@@ -47,7 +48,7 @@ def folder(tmp_path, monkeypatch):
 
 @pytest.fixture
 def generated(monkeypatch):
-    """How often machine code was generated."""
+    """Count how often machine code was generated."""
     calls = []
     parsed = engine._parsed
 
@@ -160,7 +161,7 @@ def test_a_folder_that_cannot_be_written_is_done_without(folder, generated, monk
     def refused(**_):
         raise PermissionError("read-only")
 
-    monkeypatch.setattr(engine.tempfile, "mkstemp", refused)
+    monkeypatch.setattr(tempfile, "mkstemp", refused)
     assert stored(engine._Loaded(engine.object_code(text(8))).bound(engine.METH_FASTCALL)) == 8
 
 
@@ -196,7 +197,7 @@ torch.testing.assert_close(result, torch.relu(a @ b + c))
 def test_a_second_process_loads_without_generating_code(folder):
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     for which in ("warm", "cold"):
-        ran = subprocess.run([sys.executable, "-c", CHILD, which], capture_output=True, text=True, env=environment, timeout=120)
+        ran = warm.run(["-c", CHILD, which], environment, timeout=120)
         assert ran.returncode == 0, ran.stderr
     assert len(list(folder.iterdir())) == 3  # the kernel, what calls it, and the threads
 
@@ -220,25 +221,17 @@ def test_several_python_threads_call_one_kernel_at_once():
             if not torch.equal(run(inputs[which])[0], wanted[which]):
                 wrong.append(which)
 
-    threads = [threading.Thread(target=repeat, args=(i,)) for i in range(4)]
-    for t in threads:
-        t.start()
-    for t in threads:
-        t.join()
+    in_threads(4, repeat)
     assert not wrong
 
 
 def test_the_number_of_threads_may_change_between_calls():
     run = kernel("s8[130,257] @ s8[257,190] -> s8 scale=tensor")
     given = [torch.randint(-128, 128, s, dtype=torch.int8) for s in ((130, 257), (257, 190))] + [torch.tensor(300.0)]
-    before = torch.get_num_threads()
-    try:
-        results = []
-        for count in (1, 4, 2, 7, 1, 3):
-            torch.set_num_threads(count)
-            results.append(run(given)[0].clone())
-    finally:
-        torch.set_num_threads(before)
+    results = []
+    for count in (1, 4, 2, 7, 1, 3):
+        torch.set_num_threads(count)
+        results.append(run(given)[0].clone())
     assert all(torch.equal(results[0], r) for r in results[1:])
 
 
@@ -314,12 +307,13 @@ def test_the_memory_of_kernels_that_nobody_holds_is_given_back(folder):
 
 def test_a_bound_kernel_keeps_its_code(folder):
     from tilewright.candidates.llvm.runtime.calls import Call, bound
+    from tilewright.schedule.recipe import CallShape
 
     kernels = [weakref.ref(engine.function(text(2000 + n))) for n in range(engine.RECENT + 2)]
     gc.collect()
     assert kernels[0]() is None and kernels[-1]() is not None
     kernel = engine.function(text(3000))
-    run = bound(Call(kernel, 1, (), 0, (), 0, 0, True))
+    run = bound(Call(kernel, CallShape(2, (), 0, (), 0, 0, True)))
     alive = weakref.ref(kernel)
     del kernel
     engine._recent.clear()

@@ -137,7 +137,7 @@ def test_error_is_as_documented_on_forty_million_floats(name):
 
 
 def bits(values):
-    """To compare with signs of zero; every NaN alike."""
+    """Bits of f32 values, for comparing with signs of zero; every NaN is alike."""
     t = torch.as_tensor(values, dtype=torch.float32)
     return torch.where(t.isnan(), NAN, t).view(torch.int32).tolist()
 
@@ -172,7 +172,7 @@ def test_ends_agree_with_the_oracle(name):
 
 
 def test_what_bf16_rounds_is_right_but_for_one_in_a_thousand():
-    """As near as the rounding itself lets one see: nothing is more than one place off."""
+    """Rounding itself hides more: nothing is more than one place off."""
     x = torch.linspace(-12, 5, 1_000_001)
     ours, meant = (v.bfloat16() for v in (computed("gelu_by_power", x), MEANT["gelu"](x.double()).float()))
     apart = (ours.view(torch.int16).int() - meant.view(torch.int16).int()).abs()

@@ -113,7 +113,7 @@ def test_codes_of_any_scale_are_right(scale, zero, out):
 
 @pytest.mark.parametrize("odd", [0.0, 1.0, -1.0, INF, NAN])
 def test_a_number_that_code_is_written_for_is_in_the_text(odd):
-    """What is not 0, 1 or an infinity says nothing of what the code is; these may."""
+    """Numbers other than 0, 1 and the infinities do not decide what the code is; these may."""
     acc = Node(Acc(TensorType(F32, (4, 8))))
     texts = {built(posed_with(acc, scale))[0].text for scale in (0.3, odd)}
     assert len(texts) == 2
@@ -187,7 +187,8 @@ def test_layers_of_a_program_compute_with_their_own_numbers(monkeypatch, tmp_pat
         sums = (want.long() @ weight.long()).float() * torch.tensor(scale)
         want = torch.round(sums / 2.5).clamp(-128, 127).to(torch.int8)
     assert torch.equal(program(given), want) and torch.equal(program(given), want)
-    assert "4 of them, alike but for constants" in (told := str(program.explain())) and "* 0.011" in told
+    told = str(program.explain(everything=True))
+    assert "4 of them, alike but for constants" in told and "* c" in told and "* 0.011" not in told
     assert all(f"* {scale} " in repr(step) for scale, step in zip(scales, program.steps, strict=True))
     program.save(tmp_path / "layers.twp")
     again = tilewright.load_program(tmp_path / "layers.twp")
@@ -242,7 +243,7 @@ def test_a_saved_call_whose_numbers_do_not_fit_is_an_error():
         (5, (1,), "machine code of a saved call is missing"),
         (4, (), "machine code of a saved call is missing"),
     ):
-        called = Called("code", pointers, (0,), 1, result, 0, 0, True, "", 0, given)
+        called = Called(pointers, (0,), 1, result, 0, 0, True, 0, given, code="code", packed="")
         with pytest.raises(InputError, match=said):
             restored(called, {}, lambda _: torch.empty(0), 1)
 

@@ -1,4 +1,4 @@
-"""How evenly a nest's tasks fall on 2 to 128 threads, simulated: each thread takes the next task as soon as it is free."""
+"""Balance of a nest's tasks on 2 to 128 threads, simulated: each thread takes the next task as soon as it is free."""
 
 import heapq
 import statistics

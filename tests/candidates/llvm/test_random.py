@@ -8,7 +8,6 @@ import ctypes
 import ctypes.util
 import mmap
 import shutil
-import subprocess
 import sys
 import tempfile
 from dataclasses import replace
@@ -18,6 +17,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+import warm
 from emulated import emulated
 from gemm_lines import assert_means, lines, tensors
 from hypothesis import HealthCheck, Phase, given, seed, settings
@@ -57,7 +57,7 @@ class Guarded:
         ctypes.memset(base + PAGE, POISON, pages * PAGE)
 
     def intact(self) -> bool:
-        """Whether what is left of its pages is as it was."""
+        """Tell whether what is left of its pages is as it was."""
         inside = self.map[PAGE:-PAGE]
         first = self.address - ctypes.addressof(ctypes.c_char.from_buffer(self.map)) - PAGE
         return not (inside[:first] + inside[first + self.size :]).strip(bytes([POISON]))
@@ -204,11 +204,12 @@ def run_child(
     threads: tuple[tuple[int, ...], ...] = ((1, 2), (1, 3), (1, 8), (1, 5)),
     other_machine: bool = False,
 ) -> int:
-    """How many of `count` random problems had a kernel; each of them was run."""
+    """Run those of `count` random problems that have a kernel, in another process, and give their number."""
     call = f"t.child({start}, {count}, {chip!r}, {list(threads)}, {other_machine})"
-    begin = f"import sys; sys.path[:0] = {SEARCHED}; from tests.candidates.llvm import test_random as t"
+    begin = f"import faulthandler, sys; faulthandler.enable(); sys.path[:0] = {SEARCHED}"
+    begin += "; from tests.candidates.llvm import test_random as t"
     code = f"{begin}; sys.stdout.write('DONE ' + str({call}))"
-    ran = subprocess.run([sys.executable, "-X", "faulthandler", "-c", code], capture_output=True, text=True, timeout=1800)
+    ran = warm.run(["-c", code], timeout=1800)
     last = ran.stdout.strip().splitlines()[-1:] or [""]
     assert ran.returncode == 0, f"at {last[0]}: exit {ran.returncode}\n{ran.stderr[-3000:]}"
     return int(last[0].split()[1])

@@ -4,13 +4,13 @@ Results lie within the reference's bounds and are the same on any number of thre
 infinities in a source are not felt where the reference does not feel them.
 """
 
-import subprocess
 import sys
 from dataclasses import replace
 from functools import partial
 
 import pytest
 import torch
+import warm
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 from paths import SEARCHED
@@ -124,9 +124,10 @@ def child(kind, start, count, chip, threads):
 
 def run_child(kind, start, count, chip="", threads=((1, 2), (1, 3), (1, 8), (1, 5))):
     call = f"t.child({kind!r}, {start}, {count}, {chip!r}, {list(threads)})"
-    begin = f"import sys; sys.path[:0] = {SEARCHED}; from tests.candidates.llvm import test_random_nodes as t"
+    begin = f"import faulthandler, sys; faulthandler.enable(); sys.path[:0] = {SEARCHED}"
+    begin += "; from tests.candidates.llvm import test_random_nodes as t"
     code = f"{begin}; sys.stdout.write('DONE ' + str({call}))"
-    ran = subprocess.run([sys.executable, "-X", "faulthandler", "-c", code], capture_output=True, text=True, timeout=1800)
+    ran = warm.run(["-c", code], timeout=1800)
     last = ran.stdout.strip().splitlines()[-1:] or [""]
     assert ran.returncode == 0, f"at {last[0]}: exit {ran.returncode}\n{ran.stderr[-3000:]}"
     return int(last[0].split()[1])

@@ -7,9 +7,9 @@ import pytest
 import torch
 from attentions import attention
 
-from tilewright.any_shape import problem_at
 from tilewright.candidates.llvm.attention.candidate import CANDIDATE as ATTENTION
 from tilewright.candidates.llvm.gemm.candidate import CANDIDATE as GEMM
+from tilewright.candidates.llvm.gemm.nest import Blocks
 from tilewright.candidates.llvm.normalization.candidate import CANDIDATE as NORM
 from tilewright.candidates.llvm.runtime import engine
 from tilewright.dtype import BF16, F32, PRED, S8, S32
@@ -19,6 +19,7 @@ from tilewright.ir.dims import Dim, Scope
 from tilewright.ir.evaluate import evaluate_nodes
 from tilewright.ir.graph import Node, toposort
 from tilewright.ir.ops import Acc, LayerNorm, Param, gemm
+from tilewright.ranged import problem_at
 from tilewright.schedule.candidate import Unsupported, kernel_of, plan_for
 from tilewright.schedule.problem import FusionProblem, fusion_of, problem_of
 
@@ -164,6 +165,41 @@ def test_what_cannot_be_left_open_is_refused():
     code = Code(NORM, joined, length=Dim("length", 4, 512))
     with pytest.raises(Unsupported, match="ranges are taken of extents that are open"):
         code.at(length=9)
+
+
+def _batch_in_k(batch, rows):
+    """The product [rows, batch * 64] @ [batch * 64, rows] of x [batch, rows, 64] with itself, read through views."""
+    lhs = reshape(transpose(input_("x", F32, (batch, rows, 64)), (1, 0, 2)), (rows, batch * 64))
+    node = gemm(lhs, transpose(lhs, (1, 0)), acc_dtype=F32)
+    x = Node(Param(0, input_("x", F32, (batch, rows, 64)).tensor))
+    lhs = reshape(transpose(x, (1, 0, 2)), (rows, batch * 64))
+    return problem_of(Node(replace(node.op, lhs=lhs, rhs=transpose(lhs, (1, 0))), input_("x", F32, (batch, rows, 64))))
+
+
+def test_rows_that_are_dense_for_one_matrix_alone_are_not_read_in_place_for_several():
+    dims = {"batch": Dim("batch", 1, 16), "rows": Dim("rows", 8, 128)}
+    points = [*plan_for(GEMM, _batch_in_k(1, 8), CPU).schedules()]
+    in_place = next(s for s in points if not s.point(Blocks).pack_lhs)
+    with pytest.raises(Unsupported, match="left operand cannot be read where it lies for all extents"):
+        Code(GEMM, _batch_in_k, **dims).at(in_place, batch=1, rows=8)
+    code = Code(GEMM, _batch_in_k, **dims)
+    packed = next(s for s in points if s.point(Blocks).pack_lhs)
+    for batch, rows in [(1, 8), (1, 9), (2, 8), (3, 17)]:
+        agrees(*code.at(packed, batch=batch, rows=rows))
+
+
+def test_one_pass_over_an_open_k_has_code_of_its_own():
+    def make(k):
+        return problem_of(gemm(input_("a", F32, (24, k)), input_("b", F32, (k, 56)), acc_dtype=F32))
+
+    schedule = next(iter(plan_for(GEMM, make(128), CPU).schedules()))
+    assert schedule.point(Blocks).kc == 128
+    code = Code(GEMM, make, k=Dim("k", 1, 4096))
+    for k in (1, 2, 37, 127, 128, 129, 256, 513):
+        agrees(*code.at(schedule, k=k))
+    short = next(iter(plan_for(GEMM, make(37), CPU).schedules()))
+    with pytest.raises(Unsupported, match="passes over an open K would not be of whole packed vectors"):
+        Code(GEMM, make, k=Dim("k", 1, 4096)).at(short, k=81)
 
 
 def test_a_code_whose_guards_do_not_hold_is_not_taken():

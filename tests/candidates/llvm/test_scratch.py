@@ -1,9 +1,7 @@
 """Memory that is used again: never by two at once, and never more than is kept."""
 
-import subprocess
-import sys
-
 import torch
+import warm
 
 from tilewright.candidates.llvm.runtime import scratch as _scratch
 from tilewright.candidates.llvm.runtime.scratch import LARGE_BYTES, maker
@@ -70,5 +68,5 @@ assert bool((result == 64).all()), "a child wrote into its parent's result"
 
 
 def test_a_fork_s_results_are_its_own():
-    ran = subprocess.run([sys.executable, "-c", FORKED], capture_output=True, text=True)
+    ran = warm.run(["-c", FORKED])
     assert ran.returncode == 0, ran.stderr

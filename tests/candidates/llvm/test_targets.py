@@ -3,11 +3,10 @@ in it, and nothing outside is called that the process does not have."""
 
 import json
 import re
-import subprocess
-import sys
 from functools import cache
 
 import pytest
+import warm
 from paths import HELPERS
 
 from tilewright.candidates.llvm import limits
@@ -70,7 +69,7 @@ def answers(asked):
     """The child's answers; LLVM aborts on what it cannot select, so that is seen as its exit."""
     given = "".join(json.dumps([chip, *AS_LLVM_SAYS[chip], what]) + "\n" for chip, what in asked)
     child = HELPERS / "llvm_targets.py"
-    ran = subprocess.run([sys.executable, str(child)], input=given, capture_output=True, text=True, timeout=550)
+    ran = warm.run([str(child)], given=given, timeout=550)
     made = [json.loads(line) for line in ran.stdout.splitlines()]
     at = asked[min(len(made), len(asked) - 1)]
     assert ran.returncode == 0, f"{at}: exit {ran.returncode}\n{ran.stderr[-2000:]}"
@@ -94,7 +93,7 @@ def functions(assembly):
 
 
 def innermost_loops(lines):
-    """From the target of each backward jump to the jump, where no other loop lies inside."""
+    """Lines from the target of each backward jump to the jump, where no other loop lies inside."""
     at = {line[:-1]: i for i, line in enumerate(lines) if line.endswith(":")}
     jumps = [
         (at[t], i) for i, line in enumerate(lines) if (t := line.split()[-1]) in at and at[t] <= i and not line.endswith(":")
@@ -112,7 +111,7 @@ def test_x86_64_without_fma_is_refused():
 
 
 def stack(lines):
-    """What a reference to the stack looks like in a function; rbp is like any register where it holds no frame."""
+    """The pattern of a reference to the stack in a function; rbp is like any register where it holds no frame."""
     framed = any(re.search(r"movq\s+%rsp, %rbp", x) for x in lines)
     return r"[re]sp\b|\bsp\b|\[x29" + (r"|[re]bp\b" if framed else "")
 
@@ -164,13 +163,11 @@ def strangers(assembly):
 
 
 def test_without_f16c_halves_would_be_library_calls():
-    """Why the chips require it."""
+    """This is why the chips require it."""
     assert all("f16c" in c.requires for c in chips() if c.name in ("x86_64_avx2", "x86_64_avx_vnni"))
     asked = ["x86_64_avx2", X86, "haswell", "-f16c", "f16[8,8] @ f16[8,8] -> f16"]
     child = HELPERS / "llvm_targets.py"
-    ran = subprocess.run(
-        [sys.executable, str(child)], input=json.dumps(asked) + "\n", capture_output=True, text=True, timeout=300
-    )
+    ran = warm.run([str(child)], given=json.dumps(asked) + "\n")
     assert strangers(json.loads(ran.stdout)["assembly"]) & {"__truncsfhf2", "__extendhfsf2"}
 
 

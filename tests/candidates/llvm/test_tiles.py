@@ -45,9 +45,7 @@ def target(request, monkeypatch):
     how, which = request.param.split()
     if how == "emulated":
         monkeypatch.setattr(gemm, "source_of", lambda nest: emulated(GemmWriter(nest).write(), *host()))
-    before = torch.get_num_threads()
-    yield replace(cpu(), chip=AMX if which == "AMX" else I8MM)
-    torch.set_num_threads(before)
+    return replace(cpu(), chip=AMX if which == "AMX" else I8MM)
 
 
 def values(dtype, shape):

@@ -20,7 +20,7 @@ CPU = detect("cpu")
 
 
 def built(problem: Problem, sources: list[torch.Tensor]) -> list[Runner]:
-    """What runs, for each schedule."""
+    """The runners of all schedules."""
     plan = plan_for(w4.CANDIDATE, problem, CPU)
     weights = {i: t for i, t in enumerate(sources) if problem.weights[i]}
     return [plan.build(s).prepare(weights) for s in plan.schedules()]
@@ -66,17 +66,13 @@ def built(problem: Problem, sources: list[torch.Tensor]) -> list[Runner]:
 def test_results_are_the_oracles_at_any_number_of_threads(line):
     problem = posed(line)
     sources = random_sources(problem)
-    before = torch.get_num_threads()
-    try:
-        for run in built(problem, sources):
-            assert examine(problem, expect(problem, sources), run, sources) is None
-            results = []
-            for threads in (1, 2, 5, 8):
-                torch.set_num_threads(threads)
-                results.append(run(sources)[0].clone())
-            assert all(torch.equal(results[0], r) for r in results[1:])
-    finally:
-        torch.set_num_threads(before)
+    for run in built(problem, sources):
+        assert examine(problem, expect(problem, sources), run, sources) is None
+        results = []
+        for threads in (1, 2, 5, 8):
+            torch.set_num_threads(threads)
+            results.append(run(sources)[0].clone())
+        assert all(torch.equal(results[0], r) for r in results[1:])
 
 
 @pytest.mark.skipif("avx2" not in CPU.features, reason="the processor has no AVX2")

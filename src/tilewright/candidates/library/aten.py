@@ -58,7 +58,7 @@ def plan(problem: Problem, target: Target) -> FixedPlan | Refusal:
     """Take products added up in floats; a point is the type that torch.matmul multiplies in. Else a refusal."""
     a, b, acc = problem.lhs.dtype, problem.rhs.dtype, problem.acc.dtype
     if not acc.is_float:
-        return Refusal(f"torch.matmul has no {a} x {b} product into {acc}")
+        return Refusal(f"torch.matmul has no {a} x {b} product into {acc}", "inapplicable")
     widest = F64 if acc is F64 else F32
     found = [Schedule.of(compute=widest.name)]
     if a is b and a in (BF16, F16) and widest is F32:

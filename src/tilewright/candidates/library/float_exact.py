@@ -52,7 +52,7 @@ def _build(problem: Problem, schedule: Schedule) -> Kernel:
 def plan(problem: Problem, target: Target) -> FixedPlan | Refusal:
     """Take integer products whose blocks of K f32 or f64 sums exactly, a point for each of these types; else a refusal."""
     if not problem.acc.dtype.is_integer:
-        return Refusal("float_exact is for integer products")
+        return Refusal("float_exact is for integer products", "inapplicable")
     shortest = min(SHORTEST_BLOCK, max(problem.K, 1))
     exact = tuple(d for d in (F32, F64) if block_k(problem, d) >= shortest)
     if not exact:

@@ -14,8 +14,7 @@ from typing import Any, cast
 
 import torch
 
-from tilewright.files import foreign
-from tilewright.hardware.ceilings import cache_folder
+from tilewright.files import cache_folder, foreign
 from tilewright.hardware.target import Target
 from tilewright.ir.evaluate import evaluator
 from tilewright.ir.graph import Node

@@ -56,10 +56,10 @@ def _plain(t: torch.Tensor) -> torch.Tensor:
 def plan(problem: Problem, target: Target) -> FixedPlan | Refusal:
     """Take s8 x s8 products into s32, and u8 x s8 on a CPU, of the shapes that torch._int_mm has; else a refusal."""
     if problem.acc.dtype is not S32:
-        return Refusal(f"torch._int_mm accumulates in s32, not {problem.acc.dtype}")
+        return Refusal(f"torch._int_mm accumulates in s32, not {problem.acc.dtype}", "inapplicable")
     unsigned = problem.lhs.dtype is U8 and target.kind == "cpu"  # oneDNN's own form; cuBLASLt has none
     if not ({problem.rhs.dtype} | ({problem.lhs.dtype} if not unsigned else set())) <= {S4, S8}:
-        return Refusal(f"torch._int_mm multiplies s8 by s8, not {problem.lhs.dtype} by {problem.rhs.dtype}")
+        return Refusal(f"torch._int_mm multiplies s8 by s8, not {problem.lhs.dtype} by {problem.rhs.dtype}", "inapplicable")
     if target.kind == "cpu" and any(unit.instruction == "vpmaddwd ymm" for unit in target.chip.units):  # 1 Gop/s on Zen 1
         return Refusal("torch._int_mm multiplies one number at a time on processors without AVX-512 or VNNI")
     if target.kind == "cuda" and (problem.M <= 16 or problem.K % 8 or problem.N % 8):

@@ -125,7 +125,9 @@ def plan(problem: Problem, target: Target) -> FixedPlan | Refusal:
         return Refusal("this torch was built without oneDNN")
     pair = {problem.lhs.dtype, problem.rhs.dtype}
     if pair not in ({F32}, {BF16}) or problem.acc.dtype is not F32:
-        return Refusal(f"oneDNN's prepacked linear takes f32 or bf16, not {problem.lhs.dtype} x {problem.rhs.dtype}")
+        return Refusal(
+            f"oneDNN's prepacked linear takes f32 or bf16, not {problem.lhs.dtype} x {problem.rhs.dtype}", "inapplicable"
+        )
     post = read_post_ops(problem)
     if pair == {BF16} and post.done.dtype is not BF16 and problem.first_conversion() is not BF16:
         return Refusal("oneDNN's prepacked bf16 linear rounds to bf16, and a store reads the f32 accumulator")

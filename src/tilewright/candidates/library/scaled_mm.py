@@ -41,7 +41,7 @@ def plan(problem: Problem, target: Target) -> FixedPlan | Refusal:
     """Take products of 8-bit floats by one matrix, K and N in multiples of 16, on chips with such a unit; else a refusal."""
     a, b = problem.lhs.dtype, problem.rhs.dtype
     if {a, b} - {F8E4M3FN, F8E5M2} or a is b is F8E5M2:
-        return Refusal(f"cuBLASLt's 8-bit float product takes e4m3fn with e4m3fn or e5m2, not {a} x {b}")
+        return Refusal(f"cuBLASLt's 8-bit float product takes e4m3fn with e4m3fn or e5m2, not {a} x {b}", "inapplicable")
     if not any(f in target.features for f in ("sm_89", "sm_90", "sm_100", "sm_103", "sm_120")):
         return Refusal(f"{target.name} has no 8-bit float unit")
     if not one_matrix(problem) or problem.K % 16 or problem.N % 16 or 0 in (problem.batch, problem.M, problem.N, problem.K):

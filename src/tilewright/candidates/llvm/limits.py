@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 import torch
 
+from tilewright import deadline
 from tilewright.candidates.llvm.expressions.text import Function, Module, vec
 from tilewright.candidates.llvm.gemm import amx as tiles
 from tilewright.candidates.llvm.gemm.dots import DOTS, Dot
@@ -118,7 +119,11 @@ def read_gbps(memory: torch.Tensor, threads: int) -> float:
 
 
 def _seconds(text: str, memory: torch.Tensor, threads: int) -> float:
-    """The least seconds of a call, over long enough that new threads have found cores of their own."""
+    """The least seconds of a call, over long enough that new threads have found cores of their own.
+
+    Raises:
+        OverrunError: the time of the work around it is over.
+    """
     run, times = engine.function(text), list[float]()
     least_s = SETTLED_S if threads in _settled else LEAST_S
     _settled.add(threads)
@@ -127,6 +132,7 @@ def _seconds(text: str, memory: torch.Tensor, threads: int) -> float:
         start = time.perf_counter()
         run(memory.data_ptr(), TASKS * threads, threads)
         times.append(time.perf_counter() - start)
+        deadline.check()
     return min(times)
 
 

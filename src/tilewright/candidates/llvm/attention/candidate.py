@@ -19,14 +19,16 @@ from tilewright.candidates.llvm.runtime import engine
 from tilewright.candidates.llvm.runtime.calls import Call, bound
 from tilewright.dtype import BF16, F32, DType
 from tilewright.hardware.target import Chip, Target
-from tilewright.ir.anchor import operands_of, stores_of
-from tilewright.ir.build import broadcast
-from tilewright.ir.dims import Extent, extent_at
+from tilewright.ir.anchor import operands_of
+from tilewright.ir.artefact import Kind
+from tilewright.ir.extent import Extent, extent_at
 from tilewright.ir.graph import toposort
 from tilewright.ir.ops import Param
 from tilewright.lowering.access import Access, of_operand, of_store
+from tilewright.lowering.attention import facts_of
 from tilewright.schedule.candidate import ATTENTION, CPU, Candidate, FixedPlan, Kernel, Ranged, Runner, Schedule, Unsupported
 from tilewright.schedule.problem import AttentionProblem
+from tilewright.schedule.recipe import CallShape
 
 
 def attention_nest(problem: AttentionProblem, target: Target) -> AttentionNest:
@@ -35,21 +37,13 @@ def attention_nest(problem: AttentionProblem, target: Target) -> AttentionNest:
     Raises:
         Unsupported: the sentence why there is none.
     """
-    op, node = problem.op, problem.node
-    q, k, v, *mask = operands_of(node)
+    op, facts = problem.op, facts_of(problem, check)
+    q, k, v, *_ = operands_of(problem.node)
+    check((k, v))
     choice = _instruction((q.dtype, k.dtype, v.dtype), target.chip)
     if choice is None:
         raise Unsupported(f"{target.chip.name} names no instruction for f32 x f32")
-    batch, heads, queries, depth = q.shape
-    key_heads, keys, width = k.shape[1], k.shape[2], v.shape[3]
-    if not batch * heads * queries * depth * keys * width:
-        raise Unsupported("an extent is zero")
-    for t in (q, k, v, *mask):
-        if t.dtype.bits > 32:
-            raise Unsupported(f"generated attention computes in f32, not {t.dtype}")
-    inner = [r for r in (op.scores, op.weights) if r is not None]
-    check((*operands_of(node), *inner, *stores_of(node)))
-    stores = tuple(of_store(root) for root in stores_of(node))
+    queries, keys, width = facts.queries, facts.keys, facts.width
     dot = choice.dot
     nv = 2 if width > dot.lanes or keys > dot.lanes else 1
     most = {1: 24, 2: 12}[nv] if dot.registers == 32 else {1: 10, 2: 5}[nv]
@@ -58,25 +52,17 @@ def attention_nest(problem: AttentionProblem, target: Target) -> AttentionNest:
 
     def nest(deep: int, columns: int, lhs: Access, rhs: Access, *, k_contiguous: bool) -> Nest:
         blocks = Blocks(dot.instruction, mr, nv * dot.lanes, deep, mr, nv * dot.lanes, pack_lhs=True)
-        matrices = batch * key_heads
-        return Nest(matrices, queries, deep, columns, choice, lhs, rhs, k_contiguous, False, stores, sources, blocks)
+        matrices = facts.batch * k.shape[1]
+        return Nest(matrices, queries, deep, columns, choice, lhs, rhs, k_contiguous, False, facts.stores, sources, blocks)
 
     queries_at = of_operand(q, columns_last=True)
-    seen = of_operand(broadcast(mask[0], (batch, heads, queries, keys)), columns_last=True) if mask else None
     return AttentionNest(
-        batch,
-        heads,
-        heads // key_heads,
-        nest(depth, keys, queries_at, of_operand(k, columns_last=True), k_contiguous=True),
-        nest(keys, width, queries_at, of_operand(v, columns_last=True), k_contiguous=False),
-        op.scale,
-        op.causal,
-        op.zero_masked_rows,
-        op.hidden,
-        seen,
-        None if op.scores is None else of_store(op.scores),
-        None if op.weights is None else of_store(op.weights),
-        problem.acc.dtype,
+        **vars(facts),
+        scores=nest(facts.depth, keys, queries_at, of_operand(k, columns_last=True), k_contiguous=True),
+        output=nest(keys, width, queries_at, of_operand(v, columns_last=True), k_contiguous=False),
+        scale=op.scale,
+        on_scores=None if op.scores is None else of_store(op.scores),
+        on_weights=None if op.weights is None else of_store(op.weights),
     )
 
 
@@ -104,8 +90,9 @@ def _kernel(
     one = problem.ops <= ONE_THREAD_OPS
 
     def prepare(weights: Mapping[int, torch.Tensor]) -> Runner:
-        call = Call(kernel, attention.pointers, read, first, problem.outputs, alone, two - alone, one, given=source.given)
-        return bound(call)
+        results = tuple(map(Kind.of, problem.outputs))
+        shape = CallShape(attention.pointers, tuple(read), first, results, alone, two - alone, one, given=source.given)
+        return bound(Call(kernel, shape))
 
     return Kernel(CANDIDATE.name, schedule, prepare, workspace_bytes=all_)
 

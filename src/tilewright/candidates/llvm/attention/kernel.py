@@ -1,8 +1,9 @@
 """Attention as two products with a softmax between them, a tile of query rows at a time: the scores never leave the cache.
 
 Keys and values are packed first, once for all queries that share them. A task takes one tile of one head's queries. It computes
-scores panel by panel, and the softmax row by row over all scores. Then it multiplies the weights by the values; each panel of
-scores is the left operand as it lies. Everything is added up in f32, whatever the operands' type.
+scores panel by panel, without the panels of keys that causality hides from the whole tile, and the softmax row by row over all
+scores. Then it multiplies the weights by the values; each panel of scores is the left operand as it lies. Everything is added
+up in f32, whatever the operands' type.
 """
 
 from __future__ import annotations
@@ -16,56 +17,39 @@ from tilewright.candidates.llvm.expressions.text import Function, Int, Module, v
 from tilewright.candidates.llvm.expressions.vector import Columns, Vectors
 from tilewright.candidates.llvm.gemm.kernel import GemmWriter
 from tilewright.candidates.llvm.gemm.nest import Nest, rounded
-from tilewright.dtype import F32, PRED, DType
-from tilewright.ir.dims import Extent
+from tilewright.dtype import F32, PRED
+from tilewright.ir.extent import Extent
 from tilewright.ir.graph import Node, toposort
 from tilewright.ir.ops import Param
-from tilewright.ir.ops.attention import Causal, causal_shift
 from tilewright.lowering.access import Access
+from tilewright.lowering.attention import AttentionFacts
 from tilewright.lowering.scalar.functions import bounded_exp
 
 MINUS_INFINITY = "0xFFF0000000000000"
 NAN = "0x7FF8000000000000"
 
 
-@dataclass(frozen=True)
-class AttentionNest:
+@dataclass(frozen=True, kw_only=True)
+class AttentionNest(AttentionFacts):
     """The loop nests of an attention: of its two products, with what happens between them.
 
     Attributes:
-        batch, heads, shared: B, Hq, and queries' heads a key's head serves.
         scores: the product of queries (lhs) and keys (rhs, K contiguous), a matrix a key head; its `rows` are S.
         output: the product of weights and values (rhs, N contiguous); its stores are the results.
-        hidden: what is put in the place of a score that is hidden.
-        mask: over queries by keys, pred or float.
         on_scores, on_weights: what happens to the scaled scores, and to the softmax.
-        result: the type of the attention's own result, before its stores.
     """
 
-    batch: int
-    heads: int
-    shared: int
     scores: Nest
     output: Nest
     scale: float
-    causal: Causal
-    zero_masked_rows: bool
-    hidden: float
-    mask: Access | None
     on_scores: Access | None
     on_weights: Access | None
-    result: DType
-
-    @property
-    def keys(self) -> int:
-        """Number of keys of a head: T of queries [.., S, E] and keys [.., T, E]."""
-        return self.scores.N
 
     @property
     def roots(self) -> list[Node]:
         """The operands, what happens to scores and weights, and the results."""
         inner = (self.mask, self.on_scores, self.on_weights)
-        accesses = (self.scores.lhs, self.scores.rhs, self.output.rhs, *inner, *self.output.stores)
+        accesses = (self.scores.lhs, self.scores.rhs, self.output.rhs, *inner, *self.stores)
         return [a.root for a in accesses if a is not None]
 
     @property
@@ -95,6 +79,11 @@ class AttentionNest:
     @property
     def pointers(self) -> int:
         return self.output.pointers
+
+    @property
+    def leaves_out(self) -> bool:
+        """Tell whether keys that causality hides from all queries of a tile are left out: they have no weight."""
+        return self.causal != "no" and not self.equal_masked_rows and self.on_weights is None
 
 
 class _Keys(GemmWriter):
@@ -159,11 +148,20 @@ class AttentionWriter(GemmWriter):
             self._copy_queries(f, sources, row, count, queries)
 
             def products(rows: int) -> None:
-                with f.loop(0, s.rhs_panels) as panel:
+                panels = self._panels_seen(f, begin, rows)
+                with f.loop(0, panels) as panel:
                     right = f.at(keys, f.mul(f.add(f.mul(key_head, s.rhs_panels), panel.index), s.rhs_panel_bytes))
                     to = f.at(scores, f.mul(panel.index, s.tile_bytes))
                     f.call(f"micro_{rows}", *_micro(queries, s.lhs_stride, right, to, s.groups(s.K)))
-                f.call("softmax", ("ptr", "%arguments"), ("ptr", scores), ("i64", row), ("i64", begin), ("i64", rows))
+                f.call(
+                    "softmax",
+                    ("ptr", "%arguments"),
+                    ("ptr", scores),
+                    ("i64", row),
+                    ("i64", begin),
+                    ("i64", rows),
+                    ("i64", panels),
+                )
                 with f.loop(0, n.rhs_panels) as panel:
                     right = f.at(values, f.mul(f.add(f.mul(key_head, n.rhs_panels), panel.index), n.rhs_panel_bytes))
                     width = s.nr  # scores in a panel
@@ -171,11 +169,11 @@ class AttentionWriter(GemmWriter):
                     step = each * n.nr * 4  # bytes of as many rows of values
                     f.call(f"micro_{rows}", *_micro(scores, s.nr * 4, right, out, f.min(each, n.groups(h.keys))))
                     whole = h.keys // width
-                    with f.loop(1, whole) as more:
+                    with f.loop(1, f.min(whole, panels) if h.leaves_out else whole) as more:
                         a, b = f.at(scores, f.mul(more.index, s.tile_bytes)), f.at(right, f.mul(more.index, step))
                         f.call(f"micro_{rows}_more", *_micro(a, s.nr * 4, b, out, each))
-                    if isinstance(whole, Extent):
-                        with f.loop(f.max(whole, 1), s.rhs_panels) as more:
+                    if isinstance(whole, Extent) or (h.leaves_out and whole and h.keys % width):
+                        with f.loop(f.max(whole, 1), panels) as more:
                             a, b = f.at(scores, f.mul(more.index, s.tile_bytes)), f.at(right, f.mul(more.index, step))
                             f.call(f"micro_{rows}_more", *_micro(a, s.nr * 4, b, out, last))
                     elif whole and h.keys % width:
@@ -187,6 +185,14 @@ class AttentionWriter(GemmWriter):
                 with f.when(f.compare("eq", count, rows)):
                     products(rows)
         f.finish()
+
+    def _panels_seen(self, f: Function, begin: Int, rows: int) -> Int:
+        """Panels of keys of which some of a tile's `rows` queries from `begin` on see a key, at least one."""
+        h, s = self.attention, self.attention.scores
+        if not h.leaves_out:
+            return s.rhs_panels
+        keys = f.max(f.add(f.add(begin, rows), h.shift), 1)
+        return f.min(f.div(f.add(keys, s.nr - 1), s.nr), s.rhs_panels)
 
     def _copy_queries(self, f: Function, sources: Callable[[Node], str], row: Int, count: Int, to: str) -> None:
         s, d = self.attention.scores, self.nest.dot
@@ -201,10 +207,10 @@ class AttentionWriter(GemmWriter):
     # -- softmax
 
     def _softmax(self) -> None:
-        """A tile's scores, panel by panel, into weights in the same place."""
+        """A tile's scores, panel by panel, into weights in the same place, as far as the first `panels` panels go."""
         h, s = self.attention, self.attention.scores
         lanes, t = s.nr, vec(s.nr, "float")
-        args = [("ptr", "scores"), ("i64", "row"), ("i64", "query"), ("i64", "rows")]
+        args = [("ptr", "scores"), ("i64", "row"), ("i64", "query"), ("i64", "rows"), ("i64", "panels")]
         f = self._function("softmax", *args)
         accesses = [a for a in (h.on_scores, h.mask, h.on_weights) if a is not None]
         pointers: dict[Node, str] = {}
@@ -236,18 +242,18 @@ class AttentionWriter(GemmWriter):
                     else:
                         value = (b.named(value, F32) + b.named(seen.convert(given, h.mask.root.dtype, F32), F32)).name
                 if h.causal != "no":
-                    last = f.add(query, causal_shift(h.causal, s.M, h.keys))
+                    last = f.add(query, h.shift)
                     value = chosen(f.first_lanes(lanes, f.add(f.sub(last, column), 1)), value, h.hidden)
                 return value if mask is None else chosen(mask, value, -math.inf)
 
             def panels(body: Callable[[str, Int, str | None, str], str], carried: str) -> str:
                 """body(place, column, mask, carried) over every panel; what it carries at the end."""
-                with f.loop(0, whole, 1, [(t, carried)]) as panel:
+                with f.loop(0, f.min(whole, "%panels") if h.leaves_out else whole, 1, [(t, carried)]) as panel:
                     place = f.at(line, f.mul(panel.index, s.tile_bytes))
                     panel.next = [body(place, f.mul(panel.index, lanes), None, panel.carried[0])]
                 carried = panel.carried[0]
-                if isinstance(rest, Extent):
-                    with f.loop(whole, s.rhs_panels, 1, [(t, carried)]) as panel:
+                if isinstance(rest, Extent) or (h.leaves_out and rest):
+                    with f.loop(whole, "%panels", 1, [(t, carried)]) as panel:
                         place, column = f.at(line, f.mul(panel.index, s.tile_bytes)), f.mul(panel.index, lanes)
                         panel.next = [body(place, column, f.first_lanes(lanes, f.sub(h.keys, column)), panel.carried[0])]
                     carried = panel.carried[0]

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from tilewright.ir.dims import Extent, extent_at
+from tilewright.ir.extent import Extent, extent_at
 from tilewright.schedule.candidate import Unsupported
 
 Int = int | str  # an i64: a number known now, an extent known when the kernel is called, or the name of a value
@@ -101,7 +101,7 @@ class Module:
         return list(self.given).index(key)
 
     def given_for(self, values: Mapping[str, int]) -> tuple[int, ...]:
-        """What a call gives, for values of the dims by name."""
+        """The numbers that a call gives beside tensors, for values of the dims by name."""
         return tuple(extent_at(x, values) for x in self.given.values())
 
     def text(self, cpu: str, features: str) -> str:

@@ -19,10 +19,11 @@ from tilewright.candidates.llvm.gemm.nest import Blocks, Nest
 from tilewright.candidates.llvm.gemm.space import Points, Product, ranked, work
 from tilewright.candidates.llvm.runtime import engine
 from tilewright.candidates.llvm.runtime.calls import aligned
-from tilewright.candidates.llvm.runtime.run import UNSIZED, NestPlan, lies_right, operand, room, side_of
+from tilewright.candidates.llvm.runtime.run import UNSIZED, NestPlan, lies_right, operand, packed_memory, side_of
 from tilewright.dtype import F32, S32
 from tilewright.hardware.target import Target
 from tilewright.ir.build import broadcast
+from tilewright.ir.extent import Extent
 from tilewright.ir.graph import toposort
 from tilewright.ir.ops import Param
 from tilewright.lowering.access import amax_of, gate_up, of_operand, of_store
@@ -66,7 +67,7 @@ class Plan(NestPlan):
 
             def pack() -> torch.Tensor:
                 value = operand(rhs, weights, nest.k_contiguous)
-                packed = room(nest)
+                packed = packed_memory(nest)
                 pointers = [0] * nest.pointers
                 pointers[len(self.problem.types) + 1], pointers[-1] = value.data_ptr(), aligned(packed)
                 table = (c_int64 * len(given))(*given)
@@ -93,7 +94,12 @@ def ranged(problem: Problem, target: Target, schedule: Schedule) -> Ranged:
         Unsupported: the sentence why there is none.
     """
     whole = plan(problem, target)
-    module = GemmWriter(whole.nest_of(schedule)).write()
+    if not (whole.in_place or schedule.point(Blocks).pack_lhs):  # chosen for extents at which rows happen to be dense
+        raise Unsupported("the left operand cannot be read where it lies for all extents")
+    nest = whole.nest_of(schedule)
+    if isinstance(nest.passes, Extent) and nest.blocks.kc % nest.vector:  # kc was all of a smaller K
+        raise Unsupported("passes over an open K would not be of whole packed vectors")
+    module = GemmWriter(nest).write()
     text, made = module.text(*engine.host()), [x is None for x in whole.outside]
 
     def at(one: Problem, values: Mapping[str, int]) -> Kernel:

@@ -35,7 +35,7 @@ from tilewright.candidates.llvm.gemm.dots import PAIRS
 from tilewright.candidates.llvm.gemm.nest import CACHE_LINE, Nest, rounded
 from tilewright.candidates.llvm.runtime.calls import write_entries
 from tilewright.dtype import F32
-from tilewright.ir.dims import Extent
+from tilewright.ir.extent import Extent
 from tilewright.ir.graph import Node, toposort
 from tilewright.ir.ops import VIEWS, Acc, Const, Convert, Map, Param
 from tilewright.lowering.access import Access

@@ -9,16 +9,18 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from tilewright.candidates.llvm.gemm.dots import Choice, Dot
-from tilewright.ir.dims import Extent
+from tilewright.ir.dims import exactly
+from tilewright.ir.extent import Extent
 from tilewright.ir.graph import Node
 from tilewright.lowering.access import Access
+from tilewright.sizes import round_up
 
 CACHE_LINE = 64
 PREFETCHED = 4096  # bytes behind packed operands that kernels ask for in advance
 
 
 def rounded(size: int, to: int = CACHE_LINE) -> int:
-    return -(-size // to) * to
+    return round_up(size, to)
 
 
 @dataclass(frozen=True)
@@ -127,8 +129,10 @@ class Nest:
 
     @cached_property
     def passes(self) -> int:
-        """Blocks of K."""
-        return max(1, -(-self.K // self.blocks.kc))
+        """Blocks of K. One pass needs other code than several, so that an open K leaves a guard that tells them apart."""
+        with exactly():
+            several = self.blocks.kc < self.K
+        return -(-self.K // self.blocks.kc) if several else 1
 
     @cached_property
     def prefetch_distance(self) -> int:

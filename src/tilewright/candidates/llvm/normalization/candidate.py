@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from ctypes import addressof, c_int64
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 
@@ -15,18 +14,18 @@ from tilewright.candidates.llvm.gemm.dots import choose
 from tilewright.candidates.llvm.normalization.kernel import Loops, Rows, RowsWriter
 from tilewright.candidates.llvm.runtime import engine
 from tilewright.candidates.llvm.runtime.calls import Call, bound
-from tilewright.candidates.llvm.runtime.scratch import give, maker, take
 from tilewright.dtype import F32
 from tilewright.hardware.target import Target
-from tilewright.ir.dims import extent_at
+from tilewright.ir.artefact import Kind
 from tilewright.ir.evaluate import evaluator
+from tilewright.ir.extent import extent_at
 from tilewright.ir.graph import Node, toposort
 from tilewright.ir.ops import Param, Reduce
 from tilewright.lowering.reduction_nest import ReductionNest, reduction_nests
 from tilewright.lowering.scalar.steps import usable
 from tilewright.schedule.candidate import CPU, FUSION, Candidate, FixedPlan, Kernel, Ranged, Runner, Schedule, Unsupported
 from tilewright.schedule.problem import FusionProblem
-from tilewright.schedule.recipe import Checked, describe
+from tilewright.schedule.recipe import CallShape
 
 ONE_THREAD_WORK = 1 << 19  # instructions on elements: below this, waking another thread costs more than it saves
 UNROLL = 4
@@ -118,32 +117,14 @@ def _prepared(
     picks = any(loops.nest.tables for loops in rows.each)
     small = sum(loops.nest.work for loops in rows.each) <= ONE_THREAD_WORK or rows.tasks == 1
     read, each = rows.sources, rows.thread_bytes if memory is None else memory
-    call = Call(kernel, rows.pointers, read, rows.types, problem.outputs, each, each, small, given=given)
+    results = tuple(map(Kind.of, problem.outputs))
+    call = Call(kernel, CallShape(rows.pointers, tuple(read), rows.types, results, each, each, small, given=given))
     return checked(call, problem) if picks else bound(call)
 
 
 def checked(call: Call, problem: FusionProblem) -> Runner:
     """A runner of a kernel that picks by indices: one out of range is an error in the words of the operation that picks."""
-    meaning = evaluator(problem.roots, [Node(Param(i, t)) for i, t in enumerate(problem.types)])
-    makers = [maker(t.shape, t.dtype.to_torch()) for t in call.results]
-    given = [addressof(call.table)] * (call.pointers - call.first - len(call.results) - 2)
-
-    def run(sources: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        held = [t if t.is_contiguous() else t.contiguous() for t in sources]  # copies live until the call is over
-        results = [make() for make in makers]
-        count = 1 if call.one else threads.count()
-        at = [t.data_ptr() for t in held]
-        to = [t.data_ptr() for t in results]
-        missed = c_int64(0)
-        memory = take(call.each * count) if call.each else None
-        call.kernel(*at, *to, *given, memory[0] if memory else 0, addressof(missed), count)
-        if memory:
-            give(memory)
-        if missed.value:
-            meaning(sources)
-        return results
-
-    return describe(run, lambda parts: Checked(call.recipe(parts)))
+    return bound(replace(call, missed=evaluator(problem.roots, [Node(Param(i, t)) for i, t in enumerate(problem.types)])))
 
 
 CANDIDATE = Candidate("llvm_norm", FUSION, CPU, 5, plan, ranged=ranged)

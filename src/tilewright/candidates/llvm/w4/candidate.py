@@ -13,7 +13,7 @@ from tilewright.candidates.llvm.gemm.nest import Blocks
 from tilewright.candidates.llvm.gemm.space import L2_BYTES
 from tilewright.candidates.llvm.runtime import engine
 from tilewright.candidates.llvm.runtime.calls import aligned
-from tilewright.candidates.llvm.runtime.run import UNSIZED, NestPlan, lies_right, operand, room, side_of
+from tilewright.candidates.llvm.runtime.run import UNSIZED, NestPlan, lies_right, operand, packed_memory, side_of
 from tilewright.candidates.llvm.w4.codes import MOST_GROUP, Activations, CodesNest, CodesWriter, activations, chosen
 from tilewright.candidates.llvm.w4.kernel import CODES, WIDE, GroupedNest, GroupedWriter
 from tilewright.dtype import BF16, F32
@@ -44,6 +44,23 @@ def _coded(problem: Problem, found: Node, group: int, chip: Chip) -> tuple[Choic
 
 
 @dataclass(frozen=True)
+class TileConfig:
+    """One point of the space.
+
+    Attributes:
+        instruction: the dot instruction's name.
+        mr, nr, nc: see docs/glossary.md.
+        decoded: a panel is decoded before its tiles are multiplied; None, and no knob, where each tile decodes it as it goes.
+    """
+
+    instruction: str
+    mr: int
+    nr: int
+    nc: int
+    decoded: bool | None = None
+
+
+@dataclass(frozen=True)
 class Plan(NestPlan):
     """A gemm with 4-bit weights.
 
@@ -67,25 +84,24 @@ class Plan(NestPlan):
         nv = min(nv, halves * -(-nest.stored // dot.lanes))
         few = max(1, min(RUN, -(-nest.N // (nv * dot.lanes)) // (8 * self.target.cores)))  # enough tasks for every thread
         nc = few if mr >= nest.M else PANELS
-        each = Schedule.of(instruction=dot.instruction, mr=mr, nr=nv * dot.lanes, nc=nc * nv * dot.lanes)
+        each = Schedule.of_point(TileConfig(dot.instruction, mr, nv * dot.lanes, nc * nv * dot.lanes))
         if not _panels(nest.choice, nest.M):
             return (each,)
         nv = min(2, halves * -(-nest.stored // dot.lanes))
         most = dot.most_rows(nv)
         mr = -(-nest.M // -(-nest.M // most))
         nr = nv * dot.lanes
-        return (Schedule.of(instruction=dot.instruction, mr=mr, nr=nr, nc=nr, decoded=True), each)
+        return (Schedule.of_point(TileConfig(dot.instruction, mr, nr, nr, decoded=True)), each)
 
     def nest_of(self, schedule: Schedule) -> GroupedNest:
         """The loop nest that a schedule stands for."""
-        nest, dot, knobs = self.nest, self.nest.dot, dict(schedule.knobs)
-        mr, nr, nc = (int(knobs[k]) for k in ("mr", "nr", "nc"))
-        decoded = bool(knobs.get("decoded", False))
+        nest, dot, tile = self.nest, self.nest.dot, schedule.point(TileConfig)
+        decoded = bool(tile.decoded)
         l2 = self.target.caches_bytes.get("L2", 0) or L2_BYTES
-        near = max(1, l2 // 2 // (mr * nest.K * 4))  # tiles whose rows stay in the cache from panel to panel
-        mc = min(-(-nest.M // mr), near) if decoded else 1
+        near = max(1, l2 // 2 // (tile.mr * nest.K * 4))  # tiles whose rows stay in the cache from panel to panel
+        mc = min(-(-nest.M // tile.mr), near) if decoded else 1
         deep = -(-nest.K // (dot.lanes * dot.k)) * dot.lanes * dot.k
-        blocks = Blocks(dot.instruction, mr, nr, deep, mc * mr, nc, not self.in_place)
+        blocks = Blocks(dot.instruction, tile.mr, tile.nr, deep, mc * tile.mr, tile.nc, not self.in_place)
         return replace(nest, blocks=blocks, decoded=decoded)
 
     def build(self, schedule: Schedule) -> Kernel:
@@ -95,7 +111,7 @@ class Plan(NestPlan):
 
         def prepare(weights: Mapping[int, torch.Tensor]) -> Runner:
             def pack() -> torch.Tensor:
-                packed = room(nest)
+                packed = packed_memory(nest)
                 codes, *sides = (operand(s, weights, not nest.k_contiguous) for s in self.weights.src)
                 if self.group > nest.group:
                     sides = [s.repeat_interleave(self.group // nest.group, dim=1)[:, : nest.group_count] for s in sides]

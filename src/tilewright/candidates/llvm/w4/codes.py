@@ -28,6 +28,7 @@ from tilewright.ir.graph import Node
 from tilewright.ir.ops import Convert, Dequantize
 from tilewright.lowering.access import Access, of_operand
 from tilewright.schedule.candidate import Unsupported
+from tilewright.sizes import round_up
 
 ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # where in a word each of 8 neighbours along K is kept
 MOST_GROUP = S32.max // (255 * 15 * 4)
@@ -226,7 +227,7 @@ class CodesWriter(GroupedWriter):
         step = next(s for s in (n.vector, 32, 16, 8) if s <= n.vector and n.group % s == 0)
         by_dot = step == n.vector
         type_, codes = d.accumulator if by_dot else vec(step, "i32"), vec(step, "i8")
-        padded = -(-n.K // n.vector) * n.vector
+        padded = round_up(n.K, n.vector)
         grow = "sext" if d.lhs is S8 else "zext"
         with f.loop(0, n.group_count) as group:
             base = f.mul(group.index, n.group)
