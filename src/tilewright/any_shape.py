@@ -12,37 +12,39 @@ read and rewritten anew, for it and those like it; that is a *region*.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import threading
 import time
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
+from weakref import WeakSet
 
 import torch
 
-from tilewright.errors import LOGGER, InputError, TypeMismatchError, UnsupportedError, counted
+from tilewright.errors import LOGGER, InputError, TypeMismatchError, UnsupportedError, counted, say
 from tilewright.hardware.target import Target
 from tilewright.ir.dims import MOST, Dim, Scope
 from tilewright.ir.graph import Graph, Node, label_of
-from tilewright.ir.instance import dims_of, instance_of, nodes_at, values_for
+from tilewright.ir.instance import instance_of, values_for
 from tilewright.ir.pattern import Trace
 from tilewright.ir.state import caller_inputs
 from tilewright.ir.types import TensorType
 from tilewright.program import Program, Report
-from tilewright.report.schema import Explain
+from tilewright.ranged import CHECKED, FAR, RangedCode, RangedCodes, Shape, larger, watch
+from tilewright.recent import Recent
+from tilewright.report.schema import Explain, Perf
 from tilewright.rules.calibrate import Layer
-from tilewright.runtime.background import Chooser
-from tilewright.runtime.executable import Decide
 from tilewright.runtime.partition import Part, decided, parts_for
-from tilewright.schedule.buckets import PackingVariants
-from tilewright.schedule.candidate import Candidate, FixedPlan, Ranged, Schedule, discover, kernel_of
-from tilewright.schedule.packed import unwritten
-from tilewright.schedule.problem import AnyProblem, AttentionProblem, Problem
-from tilewright.schedule.search import Decision, search
+from tilewright.runtime.steps import Decide, Step
+from tilewright.schedule.buckets import PackingVariants, untimed
+from tilewright.schedule.candidate import Kernel, Schedule, discover
+from tilewright.schedule.chooser import Chooser, Noting, OnePacking, Raced, packing_of
+from tilewright.schedule.packed import Place, return_memory, unwritten
+from tilewright.schedule.problem import AnyProblem, AttentionProblem
+from tilewright.schedule.search import Checked, Decision
+from tilewright.schedule.space import foremost
 from tilewright.schedule.tuning_database import TuningDatabase, rebuilt, repeat
 from tilewright.threads import limited
 
@@ -54,11 +56,13 @@ NEAR = 8.0  # times as much work, or as little, for which what was measured serv
 LIKE = 1.5  # times as much work for which what was not measured serves; of less work, NEAR
 ANCHORS = (0.5, 0.25, 0.75)  # of the logarithm of each range: the shapes that are measured, as long as there is time
 LEAST_PART = 0.2  # of the budget, without which no further one is
-PREPARED = (0.4, 0.6, 0.2, 0.3, 0.1)  # likewise: shapes whose kernels are made and checked beforehand, in what time is left
-LONG_CHECK_S = 0.01  # after which what it left free goes back to the system
-CHECKED = 3  # shapes at which a point is checked that large problems take
-LARGE_OPS = 1 << 28  # of a problem, from which it is: a smaller one is checked in milliseconds
+PREPARED = (0.4, 0.6, 0.2, 0.3, 0.1)  # likewise: the shapes whose kernels are made beforehand, in what time is left
+LARGE_OPS = 1 << 28  # of a problem: one that has fewer is checked in milliseconds
+MET = 32  # calls of a shape after which kernels are looked for that are made for it alone, behind the calls
+SPECIAL_S = 5.0  # of the budget, at most, for one of these
+SPECIAL = 16  # shapes that have such kernels at a time: those that were called last
 MOST_REGIONS = 16
+OFTEN = 6  # readings of one program, of which a sentence says why
 MOST_DECIDED = 4096
 
 Values = tuple[tuple[str, int], ...]
@@ -88,15 +92,12 @@ class _Region:
     """A reading, what is the same in all of its instances, and the choices made for some."""
 
     reading: Reading
+    ranged: RangedCodes
     constants: dict[Node, Value] = field(default_factory=dict["Node", "Value"])
-    digests: dict[tuple[int, int], bytes | None] = field(default_factory=dict[tuple[int, int], "bytes | None"])
+    digests: dict[Place, bytes | None] = field(default_factory=dict[Place, "bytes | None"])
     packings: dict[Key, PackingVariants] = field(default_factory=dict[Key, PackingVariants])
     measured: dict[Key, list[Decision]] = field(default_factory=dict[Key, list[Decision]])
     taken: dict[Key, list[Decision]] = field(default_factory=dict[Key, list[Decision]])
-    opened: Mapping[Node, Node] | None = None
-    ranged: dict[tuple[AnyProblem, str, Schedule], list[_Ranged]] = field(
-        default_factory=dict[tuple[AnyProblem, str, Schedule], "list[_Ranged]"]
-    )
     cuts: dict[tuple[int, ...], tuple[Mapping[str, int], list[Part]]] = field(
         default_factory=dict[tuple[int, ...], tuple[Mapping[str, int], list[Part]]]
     )
@@ -114,29 +115,6 @@ class _Region:
         if all(n in came_from for p in parts for n in (*p.nodes, *p.inputs, *p.outputs)):
             self.cuts[alike] = values, [_moved(p, came_from) for p in parts]
         return parts
-
-
-@dataclass(frozen=True)
-class _Shape:
-    """Values of the dims, and the nodes with open extents that those of their instance come from."""
-
-    values: Mapping[str, int]
-    came_from: Mapping[Node, Node]
-
-
-@dataclass
-class _Ranged:
-    """Machine code for a range of extents.
-
-    Attributes:
-        scope: its guards say for which.
-        kernel: gives the kernel for values of the dims; None if nothing could be written for them.
-        checked: the number of shapes at which it was, by which dims were 1 in them.
-    """
-
-    scope: Scope
-    kernel: Ranged | None
-    checked: Counter[frozenset[str]] = field(default_factory=Counter[frozenset[str]])
 
 
 Read = Callable[[Scope], Reading]
@@ -168,6 +146,7 @@ class AnyShape:
         target: Target,
         *,
         budget_s: float,
+        ends: float,
         background: bool,
         database: TuningDatabase | None,
         threads: int | None,
@@ -180,24 +159,27 @@ class AnyShape:
             make: an instance: its graph, trace, parts, choice of kernels, and values that are known.
             search_for: the choice of kernels within so many seconds.
             target: where it runs.
-            budget_s: seconds for measuring, at one shape.
+            budget_s: seconds for all of it, and for a search behind an instance.
+            ends: when they are over (`time.monotonic`); nothing is measured or made beforehand any more then.
             background: search on behind instances of shapes near which nothing was measured.
             database: what is known of problems.
             threads: threads for calls on a CPU.
         """
         self.target, self._threads, self._budget_s, self._background = target, threads, budget_s, background
         self._read, self._make, self._search_for, self._database = read, make, search_for, database
-        self._regions = [_Region(first)]
-        self._kept: OrderedDict[Values, Program] = OrderedDict()
-        self._decided: dict[AnyProblem, Decision] = {}
+        self._kept = Recent[Values, Program](KEPT, self._forget)
+        self._decided = Recent[AnyProblem, Decision](MOST_DECIDED)
+        self._ranging = WeakSet[Kernel]()  # those whose machine code is for ranges
+        self._regions = [self._region(first)]
+        self._met: Counter[Values] = Counter()
+        self._special = Recent[Values, tuple[Step, ...]](SPECIAL, self._put_back)  # with their steps before
         self._lock = threading.RLock()
         self._inputs = [(label_of(n), n.tensor) for n in caller_inputs(first.source)]
         self.compiled, self.made = 1, 0
         if budget_s > 0 and not background:
-            ends = time.monotonic() + budget_s
             for part in ANCHORS:
                 left_s = ends - time.monotonic()
-                if left_s < LEAST_PART * budget_s:
+                if left_s < LEAST_PART * budget_s and part != ANCHORS[0]:
                     break
                 values = first.scope.within(part)
                 try:
@@ -206,16 +188,28 @@ class AnyShape:
                     if all(d.high < MOST for d in self.dims.values()):
                         raise
                     LOGGER.info("not measured at %s: %s", values, error.what)
+            longest_s = 0.0
             for part in PREPARED:
-                if time.monotonic() < ends:
+                began = time.monotonic()
+                if began + longest_s < ends:
                     with contextlib.suppress(InputError, UnsupportedError, TypeMismatchError):
                         self.at(**first.scope.within(part))
-            _return_memory()
+                    longest_s = max(longest_s, time.monotonic() - began)
+            return_memory()
+        elif all(d.high < MOST for d in self.dims.values()):  # else nobody says where the middle is
+            self.make_first()
 
     def __repr__(self) -> str:
         """One line: the dims, where, and how many instances there are."""
         ranges = ", ".join(f"{d.name} {d.low}..{d.high}" for d in self.dims.values())
         return f"<tilewright program for {ranges} on {self.target.device}: {counted(len(self._kept), 'shape')} kept>"
+
+    def make_first(self) -> None:
+        """Make an instance in the middle of all ranges (up to 256, where a dim has no upper bound), if there is none: a call of
+        another shape near it is spared most of what its own takes."""
+        if not self.made:
+            with contextlib.suppress(InputError, UnsupportedError, TypeMismatchError):
+                self.at(**self._regions[0].reading.scope.within(ANCHORS[0]))
 
     @property
     def dims(self) -> dict[str, Dim]:
@@ -278,14 +272,47 @@ class AnyShape:
                 raise InputError(f"{name} = {values[name]} is outside {dim}", where=self.source.name)
         key = tuple(sorted(values.items()))
         with self._lock:
-            found = self._kept.get(key)
+            found = self._kept.find(key)
             if found is None:
                 found = self._kept[key] = self._instance(values, self._choice)
-                while len(self._kept) > KEPT:
-                    self._kept.popitem(last=False)
-            else:
-                self._kept.move_to_end(key)
+            elif self._background and self._budget_s > 0:
+                self._specialised(key, found)
         return found
+
+    def _forget(self, key: Values, program: Program) -> None:
+        """Forget what is noted of a shape whose instance goes."""
+        self._special.pop(key, None)
+        del self._met[key]
+
+    def _put_back(self, key: Values, steps: tuple[Step, ...]) -> None:
+        """Give a shape that is no longer called the kernels back that it had before those of its own."""
+        self._met[key] = 0
+        if key in self._kept:
+            self._kept[key].swap(steps)
+
+    def _specialised(self, key: Values, program: Program) -> None:
+        """Look for kernels by measuring, behind a shape that is called often and has some that were not measured for it: code
+        for ranges, or the point of a shape near. Each takes the place of such a one where it is faster in a race. The shape
+        that was called longest ago has those before back."""
+        if self._special.find(key) is not None:
+            return
+        self._met[key] += 1
+        under_way = (p for k in (key, *self._special) if (p := self._kept.get(k)) is not None)
+        if self._met[key] < MET or any(p.search is not None and p.search.goes_on for p in under_way):
+            return
+        self._special[key] = program.steps
+        before = {s.decision.problem: s.decision for s in program.steps if s.decision is not None}
+        if all(d.measured for d in before.values()):
+            return
+        packings = {problem: p for problem, d in before.items() if (p := packing_of(d)) is not None}
+        held = None if self._database is None else OnePacking(self._database, packings)
+        parts = [s.part for s in program.steps]
+
+        def chooser() -> Chooser:
+            decide = self._search_for(program.graph, parts, min(self._budget_s, SPECIAL_S), held)
+            return Raced(decide, before, self._ranging, self.target)
+
+        program.search_on(chooser)
 
     def measured(self, within_s: float, **values: int) -> Program:
         """The instance for values of the dims, by name, which is measured for so many seconds if there was none yet.
@@ -301,6 +328,21 @@ class AnyShape:
         """Account for every product of one instance, that of the middle of all ranges where no values are given."""
         return self.at(**(values or self._regions[0].reading.scope.within(ANCHORS[0]))).explain()
 
+    def perf(self, **values: int) -> Report[Perf]:
+        """Time one instance and its steps (`Program.perf`), that of the middle of all ranges where no values are given."""
+        return self.at(**(values or self._regions[0].reading.scope.within(ANCHORS[0]))).perf()
+
+    def __reduce__(self) -> str | tuple[Any, ...]:
+        """Refuse to be pickled or copied: it holds what makes instances, with a lock and open files.
+
+        Raises:
+            UnsupportedError: always.
+        """
+        values = ", ".join(f"{name}={value}" for name, value in self._regions[0].reading.scope.within(ANCHORS[0]).items())
+        what = "a program with open extents is neither pickled nor copied"
+        hint = f"compile it where it is needed; one instance can be: program.at({values})"
+        raise UnsupportedError(what, where=self.source.name, hint=hint)
+
     def save(self, path: Path | str) -> None:
         """Refuse: a file holds the program for one shape.
 
@@ -312,14 +354,19 @@ class AnyShape:
         raise UnsupportedError(what, where=str(path), hint=f"program.at({values}).save(path), or other values")
 
     def _measure(self, values: Mapping[str, int], within_s: float) -> None:
-        """Choose kernels for one shape by measuring, as for a program of it alone, but for the order of packed weights."""
+        """Choose kernels for one shape by measuring, as for a program of it alone, but for the order of packed weights. Where
+        there is no time to measure, they are those for ranges that a budget of 0 takes."""
+        until = time.monotonic() + within_s
 
-        def choice(region: _Region, graph: Graph, parts: Sequence[Part], keys: Mapping[Part, Key], _shape: _Shape) -> Decide:
-            of_problem = _keys_of(keys)
+        def choice(region: _Region, graph: Graph, parts: Sequence[Part], keys: Mapping[Part, Key], shape: Shape) -> Decide:
+            of_problem, untimed = _keys_of(keys), self._choice(region, graph, parts, keys, shape)
             decide = self._search_for(graph, parts, within_s, self._held(region, of_problem))
 
             def chosen(problem: AnyProblem, weights: Mapping[int, torch.Tensor]) -> Decision:
-                decision = self._decided[problem] = decide(problem, weights)
+                decision = decide(problem, weights) if time.monotonic() < until else None
+                if decision is None or not decision.measured:
+                    return untimed(problem, weights)
+                self._decided[problem] = decision
                 for key in of_problem.get(problem, ()):
                     region.measured.setdefault(key, []).append(decision)
                 return decision
@@ -346,14 +393,14 @@ class AnyShape:
 
         def chooser() -> Chooser:
             decide = self._search_for(program.graph, parts, self._budget_s, self._held(region, of_problem))
-            return _Noting(decide, lambda p, d: [region.measured.setdefault(k, []).append(d) for k in of_problem.get(p, ())])
+            return Noting(decide, lambda p, d: [region.measured.setdefault(k, []).append(d) for k in of_problem.get(p, ())])
 
         program.search_on(chooser)
 
     def _instance(
         self,
         values: Mapping[str, int],
-        choice: Callable[[_Region, Graph, Sequence[Part], Mapping[Part, Key], _Shape], Decide],
+        choice: Callable[[_Region, Graph, Sequence[Part], Mapping[Part, Key], Shape], Decide],
     ) -> Program:
         for region in self._regions:
             if not region.reading.scope.failing(values):
@@ -370,7 +417,8 @@ class AnyShape:
         for node, now in became.items():
             came_from.setdefault(now, node)
         keys = {p: tuple(came_from.get(n, n) for n in p.outputs) for p in parts if not p.once and decided(p)}
-        decide = choice(region, made, parts, keys, _Shape(values, came_from))
+        shape = Shape(values, came_from)
+        decide = choice(region, made, parts, keys, shape)
         reading = region.reading
         held = [v for v in region.constants.values() if isinstance(v, torch.Tensor)]
         with unwritten(held, region.digests), limited(self._threads):
@@ -386,22 +434,30 @@ class AnyShape:
             key = keys.get(step.part)
             if key is not None and step.decision is not None:
                 region.taken.setdefault(key, []).append(step.decision)
-                family = _packing(step.decision)
+                family = packing_of(step.decision)
                 if family is not None:
                     region.packings.setdefault(key, family)
+        codes = [code for r in self._regions for code in r.ranged.every]
+        watch(program, self._choice(region, made, parts, keys, shape), codes, self._give_up)
         if self._background and self._budget_s > 0:
             self._searched_on(program, region, parts, keys)
         self.made += 1
-        if any(step.decision is not None and step.decision.checked_s > LONG_CHECK_S for step in program.steps):
-            _return_memory()
         return program
+
+    def _region(self, reading: Reading) -> _Region:
+        ranged = RangedCodes(reading.graph, reading.scope, self.target, self._database, self._ranging, self._give_up)
+        return _Region(reading, ranged)
 
     def _new_region(self, values: Mapping[str, int]) -> _Region:
         if len(self._regions) >= MOST_REGIONS:
             self._regions.pop(1)
         shown = ", ".join(f"{name} = {value}" for name, value in values.items())
         few = [name for name, value in values.items() if value <= 1]  # which are not like others
-        for hints, fixed in ((_like(values, self._regions[0].reading.scope), few), (values, few), (values, [*values])):
+        like = _like(values, self._regions[0].reading.scope)
+        tries = [(like, few), (values, few), (values, [*values])]
+        if like == values or self._regions[0].reading.scope.numbers:  # which is no other's example
+            del tries[0]
+        for hints, fixed in tries:
             try:
                 reading = self._read(Scope().expect(hints, fixed))
             except TypeMismatchError:
@@ -412,18 +468,27 @@ class AnyShape:
                 raise InputError(error.what, where=f"{self.source.name} for {shown}", hint=error.hint) from error
             self.compiled += 1
             if not reading.scope.failing(values):
-                self._regions.append(_Region(reading))
+                self._regions.append(self._region(reading))
+                if len(self._regions) == OFTEN:
+                    say(f"{self.source.name}: {OFTEN} readings for {self.made} shapes by now: {self._decided_by()}")
                 return self._regions[-1]
         raise UnsupportedError(f"rules do not settle for {shown}", where=self.source.name, hint="compile for that shape alone")
 
-    def _choice(self, region: _Region, graph: Graph, parts: Sequence[Part], keys: Mapping[Part, Key], shape: _Shape) -> Decide:
+    def _decided_by(self) -> str:
+        """The operations and rules whose decisions told shapes apart so far, and one such decision."""
+        seen: dict[str, str] = {}
+        for region in self._regions:
+            for guard, who in region.reading.scope.guards.items():
+                seen.setdefault(who or "the program", str(guard))
+        shown = [f"{who} by {guard}" for who, guard in list(seen.items())[:3]]
+        return "; ".join(shown) + " (and so on) need others for others"
+
+    def _choice(self, region: _Region, graph: Graph, parts: Sequence[Part], keys: Mapping[Part, Key], shape: Shape) -> Decide:
         """The choice of kernels without measuring: by the nearest shape that was measured, else by the cost model."""
         of_problem, part_of = _keys_of(keys), {key: part for part, key in keys.items()}
 
         def chosen(problem: AnyProblem, weights: Mapping[int, torch.Tensor]) -> Decision:
             if problem not in self._decided:
-                if len(self._decided) >= MOST_DECIDED:
-                    self._decided.pop(next(iter(self._decided)))
                 key = next(iter(of_problem.get(problem, ())), ())
                 self._decided[problem] = self._unmeasured(problem, weights, region, key, part_of.get(key), shape)
             return self._decided[problem]
@@ -437,7 +502,8 @@ class AnyShape:
         near = [
             (times, d)
             for d in among.get(key, ())
-            if (times := apart(d.problem, problem)) <= (NEAR if sum(t.elements for t in d.problem.outputs) >= size else less)
+            if (times := work_ratio(d.problem, problem))
+            <= (NEAR if sum(t.elements for t in d.problem.outputs) >= size else less)
         ]
         return min(near, key=lambda pair: pair[0], default=(0.0, None))[1]
 
@@ -448,81 +514,47 @@ class AnyShape:
         region: _Region,
         key: Key,
         part: Part | None,
-        shape: _Shape,
+        shape: Shape,
     ) -> Decision:
         known, packing = self._database, region.packings.get(key)
         near = self._near(region.measured, key, problem, NEAR) or self._near(region.taken, key, problem, LIKE)
         if near is not None:
-            same = None if part is None else self._of_range(problem, weights, near, region, part, shape)
+            same = None
+            if part is not None:
+                candidate = next((c for c in discover() if c.name == near.kernel.candidate), None)
+                same = region.ranged.decision(problem, weights, candidate, near.kernel.schedule, part, shape)
             same = same or self._built_like(problem, weights, near, region.taken.get(key, ()))
             if same is not None:
                 return same
-        if packing is not None:
-            try:
-                return search(problem, self.target, budget_s=0, candidates=[packing], weights=weights)
-            except UnsupportedError:  # it has no such point for just these extents
-                pass
-        if known is None:
-            return search(problem, self.target, budget_s=0, weights=weights)
-        others = known.candidates(problem)
-        how = partial(search, problem, self.target, budget_s=0, candidates=others, weights=weights)
-        return known.settle(problem, weights, how)
+        if near is None and part is not None and any(c.ranged is not None for c in discover(kind=self.target.kind)):
+            kept = None if known is None or packing is not None else known.find(problem, weights, 0)
+            if kept is not None:
+                return kept
+            among = [packing] if packing is not None else None if known is None else known.candidates(problem)
+            candidate, schedule = foremost(problem, self.target, among) or (None, Schedule())
+            candidate = candidate.candidate if isinstance(candidate, PackingVariants) else candidate
+            same = region.ranged.decision(problem, weights, candidate, schedule, part, shape)
+            if same is not None:
+                return same
+        return untimed(problem, self.target, weights, known, packing)
 
-    def _of_range(
-        self,
-        problem: AnyProblem,
-        weights: Mapping[int, torch.Tensor],
-        near: Decision,
-        region: _Region,
-        part: Part,
-        shape: _Shape,
-    ) -> Decision | None:
-        """A kernel of another shape's candidate and schedule whose machine code leaves extents open; None if there is none. It
-        is checked at the first few shapes of those in which the same dims are 1."""
-        name, schedule, values = near.kernel.candidate, near.kernel.schedule, shape.values
-        candidate = next((c for c in discover() if c.name == name), None)
-        if candidate is None or candidate.ranged is None:
-            return None
-        posed = self._opened(region, part, shape)
-        if posed is None or problem_at(posed, values) != problem:
-            return None
-        point = schedule if candidate.packing_knobs is not None else Schedule()  # the others have one for all extents
-        several = region.ranged.setdefault((posed, name, point), [])
-        one = next((r for r in several if not r.scope.failing(values)), None)
-        if one is None:
-            scope = Scope(strict=True).expect(values)
-            extents = {n: scope.extent(dim) for n, dim in region.reading.scope.dims.items()}
-            one = _Ranged(scope, None)
-            with contextlib.suppress(Exception):  # a candidate may raise anything, as in a search
-                one.kernel = candidate.ranged(problem_at(posed, extents), self.target, schedule)
-            several.append(one)
-        kernel, ones = one.kernel, frozenset(name for name, value in values.items() if value <= 1)
-        if kernel is None:
-            return None
-        plan = FixedPlan((schedule,), lambda _: kernel(problem, values))
-        try:
-            if one.checked[ones] >= CHECKED:
-                return Decision(problem, kernel_of(plan, schedule), None, (), False, True)
-            alone = replace(candidate, plan=lambda *_: plan, ranged=None)
-            found = search(problem, self.target, budget_s=0, candidates=[alone], weights=weights)
-        except Exception:  # for these extents there is none, or it is wrong
-            one.kernel = None
-            return None
-        one.checked[ones] += 1
-        return found
-
-    def _opened(self, region: _Region, part: Part, shape: _Shape) -> AnyProblem | None:
-        """The problem that a part of an instance poses with extents open; None where it has none."""
-        if region.opened is None:
-            scope = Scope()  # guards that are left in it are not looked at: who uses the problem compares it
-            extents = {name: scope.extent(dim) for name, dim in region.reading.scope.dims.items()}
-            region.opened = instance_of(region.reading.graph, extents)[1]
-        opened = {now: region.opened.get(node, node) for now, node in shape.came_from.items()}
-        nodes, inputs, outputs = (tuple(opened.get(n, n) for n in some) for some in (part.nodes, part.inputs, part.outputs))
-        try:
-            return Part(part.kind, nodes, inputs, outputs).posed[0]
-        except (TypeMismatchError, AssertionError):
-            return None
+    def _give_up(self, code: RangedCode, why: str) -> None:
+        """Serve no shape by a code any more: programs that run it have other kernels from their next calls on."""
+        with self._lock:
+            if code.kernel is None:
+                return
+            LOGGER.warning("a kernel for ranges is given up, %s", why)
+            code.kernel = None
+            for problem in [p for p, d in self._decided.items() if code.made(d)]:
+                del self._decided[problem]
+            for user, decide in code.users:
+                program = user()
+                if program is not None:
+                    aside = {key: steps for key, steps in self._special.items() if self._kept.get(key) is program}
+                    self._special.update((key, program.rechosen(steps, code.made, decide)) for key, steps in aside.items())
+                    right = {id(s.part): s for s in program.rechosen(program.steps, code.made, decide)}
+                    program.change(lambda step, right=right: right[id(step.part)] if code.made(step.decision) else step)
+            code.users.clear()
 
     def _built_like(
         self, problem: AnyProblem, weights: Mapping[int, torch.Tensor], near: Decision, before: Sequence[Decision]
@@ -531,9 +563,11 @@ class AnyShape:
         large, which have the same code for edges and more of what lies between, the first few."""
         point = near.kernel.candidate, near.kernel.schedule
         if getattr(problem, "ops", problem.bytes) > LARGE_OPS:
-            sizes = {d.problem for d in before if (d.kernel.candidate, d.kernel.schedule) == point and d.verified}
-            if len(sizes) >= CHECKED:
-                return rebuilt(problem, self.target, *point)
+            alike = (d for d in before if (d.kernel.candidate, d.kernel.schedule) == point and d.verified)
+            sizes = list(dict.fromkeys(d.problem for d in alike if not d.elsewhere))
+            if len(sizes) >= CHECKED and any(larger(problem, p) <= FAR for p in sizes):
+                found = rebuilt(problem, self.target, *point)
+                return None if found is None else replace(found, checked=Checked(sizes))
         if self._database is None:
             return repeat(problem, self.target, *point, weights)
         return self._database.again(problem, *point, weights)
@@ -549,49 +583,6 @@ def _noted(graph: Graph, note: str) -> Graph:
     return replace(graph, notes=(*graph.notes, note))
 
 
-class OnePacking(TuningDatabase):
-    """A tuning database in which products keep to the order in which their weights are packed already."""
-
-    def __init__(self, known: TuningDatabase, packings: Mapping[AnyProblem, PackingVariants]) -> None:
-        self.__dict__.update(known.__dict__)
-        self._packings = packings
-
-    def find(self, problem: AnyProblem, weights: Mapping[int, torch.Tensor], budget_s: float) -> Decision | None:
-        found, packing = super().find(problem, weights, budget_s), self._packings.get(problem)
-        return None if found is None or (packing is not None and _packing(found) != packing) else found
-
-    def candidates(self, problem: AnyProblem) -> Sequence[Candidate] | None:
-        packing = self._packings.get(problem)
-        return super().candidates(problem) if packing is None else [packing]
-
-    def keep(self, decision: Decision, budget_s: float) -> None:
-        if decision.problem not in self._packings:  # a choice among few would be taken for one among all
-            super().keep(decision, budget_s)
-
-
-@dataclass(frozen=True)
-class _Noting:
-    """A choice of kernels that tells what it came to."""
-
-    choice: Chooser
-    note: Callable[[AnyProblem, Decision], object]
-
-    def __call__(self, problem: AnyProblem, weights: Mapping[int, torch.Tensor]) -> Decision:
-        decision = self.choice(problem, weights)
-        self.note(problem, decision)
-        return decision
-
-    def weight(self, problem: AnyProblem) -> float:
-        return self.choice.weight(problem)
-
-
-def problem_at(problem: AnyProblem, values: Mapping[str, int]) -> AnyProblem:
-    """A problem with open extents for values of the dims by name, which may be extents of another scope."""
-    at = nodes_at((), values).at
-    changed = {name: at(getattr(problem, name)) for name in ("op", "roots", "types") if hasattr(problem, name)}
-    return replace(problem, **cast("Any", changed))
-
-
 def _keys_of(keys: Mapping[Part, Key]) -> dict[AnyProblem, list[Key]]:
     found: dict[AnyProblem, list[Key]] = {}
     for part, key in keys.items():
@@ -599,7 +590,7 @@ def _keys_of(keys: Mapping[Part, Key]) -> dict[AnyProblem, list[Key]]:
     return found
 
 
-def apart(a: AnyProblem, b: AnyProblem) -> float:
+def work_ratio(a: AnyProblem, b: AnyProblem) -> float:
     """The ratio of work between two problems that differ in extents alone, by the elements of their results; of
     attentions, which work for each pair of a query and a key, the larger ratio of these."""
     sizes = [[t.elements for t in x.outputs] for x in (a, b)]
@@ -607,15 +598,6 @@ def apart(a: AnyProblem, b: AnyProblem) -> float:
         sizes = [[*s, x.operands[0].shape[2], x.operands[1].shape[2]] for s, x in zip(sizes, (a, b), strict=True)]
     ratios = [max(x, 1) / max(y, 1) for x, y in zip(*sizes, strict=True)]
     return max((max(r, 1 / r) for r in ratios), default=1.0)
-
-
-def _packing(decision: Decision) -> PackingVariants | None:
-    """The candidate of a decision held to the order in which it packs weights; None where it packs none in an order."""
-    kernel = decision.kernel
-    found = next((c for c in discover() if c.name == kernel.candidate), None)
-    if found is None or found.packing_knobs is None or not isinstance(decision.problem, Problem):
-        return None
-    return PackingVariants.of(found, tuple((k, v) for k, v in kernel.schedule.knobs if k in found.packing_knobs))
 
 
 def _like(values: Mapping[str, int], scope: Scope) -> dict[str, int]:
@@ -632,14 +614,3 @@ def _like(values: Mapping[str, int], scope: Scope) -> dict[str, int]:
                     found = tried
                     break
     return found
-
-
-def _return_memory() -> None:
-    """Give back to the system what checks and measurements left free in the C library's heap, where it can."""
-    with contextlib.suppress(AttributeError, OSError, TypeError):
-        ctypes.CDLL(None).malloc_trim(0)
-
-
-def open_dims(graph: Graph) -> bool:
-    """Tell whether an input of a graph has an open extent."""
-    return dims_of(graph) is not None

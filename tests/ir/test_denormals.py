@@ -1,4 +1,4 @@
-"""Denormal bf16 numbers in products: kept, or counted as zero as the processor's own instruction does (docs/performance.md)."""
+"""Denormal bf16 numbers in products: kept, or counted as zero as the processor's own instruction does (docs/lab-notes)."""
 
 from __future__ import annotations
 

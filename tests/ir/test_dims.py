@@ -11,8 +11,9 @@ from tilewright.compiler import optimise
 from tilewright.dtype import F32, S64
 from tilewright.errors import InputError
 from tilewright.ir.build import broadcast, concat, const, convert, extents, input_, map_, reduce_, reshape, slice_, transpose
-from tilewright.ir.dims import Dim, Extent, Scope, as_dim, bounds_of, extent_at, named, solve
+from tilewright.ir.dims import Dim, Scope, as_dim, named, solve
 from tilewright.ir.evaluate import evaluate
+from tilewright.ir.extent import Extent, bounds_of, extent_at
 from tilewright.ir.graph import Graph, Node
 from tilewright.ir.instance import dims_of, instance, values_for
 from tilewright.ir.literal import Literal
@@ -84,6 +85,35 @@ def test_a_comparison_is_right_wherever_its_guards_hold(one, two, values):
         return  # that two extents differ is taken for granted
     a, b = (f(values["batch"], values["seq"]) for f in (one, two))
     assert answers == (a == b, a < b, a >= b)
+
+
+@settings(max_examples=500)
+@given(calculations(2), calculations(2), st.integers(0, 9), st.integers(0, 2).map(lambda k: 4 * k))
+def test_divisors_may_be_negative_or_be_zero_for_some_values(one, two, batch, seq):
+    scope = Scope()
+    b, s = scope.extent(Dim("batch", 0, 9)), scope.extent(Dim("seq", 0, 8, 4))
+    values = {"batch": batch, "seq": seq}
+    try:
+        found = divmod(one(b, s), two(b, s))
+    except ZeroDivisionError:
+        with pytest.raises(ZeroDivisionError):
+            divmod(*(f(*(scope.hints[n] for n in values)) for f in (one, two)))
+        return
+    if scope.failing(values) or not all(g.holds(values) for g in (*scope.assumed, *scope.differing)):
+        return
+    wanted = divmod(one(batch, seq), two(batch, seq))
+    assert tuple(extent_at(x, values) for x in found) == wanted
+    assert all(low <= x <= high for (low, high), x in zip(map(bounds_of, found), wanted, strict=True))
+
+
+def test_numbers_of_other_kinds_leave_guards():
+    for of in (lambda n: n == 7.0, lambda n: n in (7.0,), lambda n: n**-1, lambda n: round(n, -1)):
+        scope = Scope().expect({"n": 7})
+        n = scope.extent(Dim("n", 1, 100))
+        assert of(n) == of(7)
+        assert "n == 7" in map(str, scope.guards)
+    assert n != 7.5
+    assert n**2 == n * n
 
 
 def test_what_bounds_and_divisibility_decide_leaves_no_guard():

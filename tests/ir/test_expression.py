@@ -20,7 +20,6 @@ from tilewright.ir.expression import (
     depends_on_acc,
     make_gemm,
     outside,
-    reshape_groups,
     slice_columns,
     unview,
     views_outward,
@@ -28,7 +27,7 @@ from tilewright.ir.expression import (
 from tilewright.ir.graph import Node, toposort
 from tilewright.ir.join import join
 from tilewright.ir.ops import Acc, Attention, Concat, Dequantize, Gemm, Param, Quantize, Reshape, Slice, Transpose, gemm
-from tilewright.ir.types import TensorType
+from tilewright.ir.types import TensorType, reshape_groups
 
 extents = st.sampled_from([1, 1, 2, 3, 4, 5, 6])
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from in_threads import in_threads
 from values import ALL, random_value
 
 from tilewright.dtype import F8E4M3FN, F32, F64, OPAQUE, PRED, S4, S8, S32, S64, U4, U8, U64
@@ -159,7 +160,7 @@ def test_eight_threads_building_the_same_graph_get_the_same_nodes():
     built: list[Node] = []
     barrier = threading.Barrier(8)
 
-    def build():
+    def build(_):
         barrier.wait()
         for _ in range(5):
             node = input_("shared", F32, (4, 4))
@@ -167,31 +168,17 @@ def test_eight_threads_building_the_same_graph_get_the_same_nodes():
                 node = map_("add", map_("tanh", node), const(float(i % 7), F32))
             built.append(node)
 
-    threads = [threading.Thread(target=build) for _ in range(8)]
-    for t in threads:
-        t.start()
-    for t in threads:
-        t.join()
+    in_threads(8, build)
     assert len(built) == 40 and len(set(built)) == 1
 
 
 def test_threads_that_build_and_drop_never_see_a_dead_node():
-    failures: list[BaseException] = []
+    def churn(_):
+        for i in range(300):
+            node = reshape(map_("sine", input_("churn", F32, (7, i % 5))), (i % 5, 7))
+            assert node.src[0].src[0].op.label == "churn" and node.shape == (i % 5, 7)
 
-    def churn():
-        try:
-            for i in range(300):
-                node = reshape(map_("sine", input_("churn", F32, (7, i % 5))), (i % 5, 7))
-                assert node.src[0].src[0].op.label == "churn" and node.shape == (i % 5, 7)
-        except BaseException as error:
-            failures.append(error)
-
-    threads = [threading.Thread(target=churn) for _ in range(8)]
-    for t in threads:
-        t.start()
-    for t in threads:
-        t.join()
-    assert not failures
+    in_threads(8, churn)
 
 
 def test_small_literals_are_equal_by_type_and_bits():

@@ -19,6 +19,7 @@ from tilewright.ir.graph import Node, toposort
 from tilewright.ir.notation import parse
 from tilewright.ir.ops import Acc, Concat, Const, Gemm, Param, Reshape, Transpose
 from tilewright.ir.shown import show_gemm
+from tilewright.ir.types import TensorType
 from tilewright.ir.verify import verify
 
 
@@ -31,6 +32,7 @@ def run(graph, *values):
     return evaluate(graph, [torch.as_tensor(v) for v in values])[0]
 
 
+SIDES = "offset, bias, row_bias, residual, scale, column_scale, row_scale, factor, row, a type or a number"
 DOCUMENTED = [line.strip() for line in notation.__doc__.split("problem  =")[0].splitlines()[1:] if "@" in line]
 
 
@@ -132,6 +134,24 @@ def test_sides_and_results():
     assert parse("f32[3, 4]@f32[4 ,5]+bias,relu->bf16").outputs[0].dtype is BF16
 
 
+def test_sides_are_printed_by_their_roles():
+    """The word that stands there says what has a value of its own; the one that is printed says what the value does, too."""
+    for words in (("offset", "scale"), ("bias", "column_scale"), ("row_bias", "row_scale", "row"), ("residual", "factor")):
+        addend, factor = words[:2]
+        for word in words:
+            for sign, printed in {"+": addend, "-": addend, "*": factor, "/": factor}.items():
+                assert shown(parse(f"f32[3,4] @ f32[4,5] {sign} {word}:f32")) == f"f32[3,4] @ f32[4,5] {sign} {printed}:f32"
+    assert shown(parse("f32[3,4] @ f32[4,5], maximum(bias)")) == "f32[3,4] @ f32[4,5], maximum(f32[5])"
+    assert shown(parse("f32[3,4] @ f32[4,5], minimum(row)")) == "f32[3,4] @ f32[4,5], minimum(f32[3,1])"
+
+
+def test_an_operand_is_shown_with_the_shape_that_it_is_read_in():
+    left, right = Node(Param(0, TensorType(F32, (1, 3, 4)))), Node(Param(1, TensorType(F32, (5, 4))))
+    lhs, rhs = Node(Reshape((3, 4)), left), Node(Transpose((1, 0)), right)
+    op = Gemm(F32, lhs, rhs, ())
+    assert show_gemm(Gemm(F32, lhs, rhs, (Node(Acc(op.acc_type)),))) == "f32[1,3,4] as 3x4 @ f32[5,4]^T"
+
+
 def test_numbers():
     x = torch.tensor([[1.0, 2.0]])
     eye = torch.eye(2)
@@ -186,8 +206,8 @@ def test_numbers():
         ("f32[3,4] zero_point @ f32[4,5]", "a zero point needs an integer operand, not f32", 10),
         ("f32[3,4] @ f32[4,5] bias", "a step, '->' or the end wanted, 'bias' found", 21),
         ("f32[3,4] @ f32[4,5] (bias", "a step, '->' or the end wanted, '(' found", 21),
-        ("f32[3,4] @ f32[4,5] + ", "bias, residual, scale, row, a type or a number wanted, 'the end' found", 23),
-        ("f32[3,4] @ f32[4,5] + column", "bias, residual, scale, row, a type or a number wanted, 'column' found", 23),
+        ("f32[3,4] @ f32[4,5] + ", f"{SIDES} wanted, 'the end' found", 23),
+        ("f32[3,4] @ f32[4,5] + column", f"{SIDES} wanted, 'column' found", 23),
         ("f32[3,4] @ f32[4,5] + bias:f31", "unknown dtype 'f31'", 23),
         ("f32[3,4] @ f32[4,5] + -bias", "a number wanted, 'bias' found", 24),
         ("s8[3,4] @ s8[4,5] + 2.5:s32", "2.5 is no s32", 21),

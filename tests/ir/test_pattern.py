@@ -2,7 +2,6 @@
 
 import random
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -11,6 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from strategies import feeds, graphs
 from values import to_numpy
+from work import counting
 
 from tilewright.dtype import F32, F64
 from tilewright.errors import RewriteError, TypeMismatchError
@@ -208,10 +208,9 @@ def test_rules_that_undo_each_other_only_from_sweep_to_sweep_are_named():
 
 def test_a_rule_that_grows_for_ever_is_named():
     grow = made(fn("tanh"), lambda m: map_("tanh", map_("sine", m.node.src[0])), "grow")
-    start = time.perf_counter()
-    with pytest.raises(RewriteError, match=r"rules do not converge: grow \(map\)"):
+    with pytest.raises(RewriteError, match=r"rules do not converge: grow \(map\)"), counting() as calls:
         rewrite(graph_of(map_("tanh", x)), [grow])
-    assert time.perf_counter() - start < 5
+    assert calls.count < 1_000_000
 
 
 def test_a_rule_that_wraps_for_ever_is_named():
@@ -420,7 +419,10 @@ def test_sound_rules_keep_every_bit_in_any_order_and_do_not_grow_the_work(graph,
 # -- cost
 
 
-def test_six_thousand_nodes_take_about_a_second():
+CALLS_A_NODE = 300  # of two sweeps
+
+
+def test_seven_thousand_nodes_are_rewritten_in_linear_time():
     node = x
     for i in range(1000):
         node = map_(
@@ -429,9 +431,9 @@ def test_six_thousand_nodes_take_about_a_second():
     graph = graph_of(node)
     assert len(graph.nodes()) == 7001
     trace = Trace()
-    start = time.process_time()
-    after = rewrite(graph, SOUND, trace)
-    assert time.process_time() - start < 3
+    with counting() as calls:
+        after = rewrite(graph, SOUND, trace)
+    assert calls.count < CALLS_A_NODE * 7001
     assert len(trace.steps) == 2000 and trace.sweeps == 2 and len(after.nodes()) == 3001
 
 
@@ -463,9 +465,10 @@ def test_many_rewrites_of_what_everything_reads_stay_linear():
     node = readers[0]
     for r in readers[1:]:
         node = map_("maximum", node, map_("negate", map_("negate", r)))
-    start = time.process_time()
-    rewrite(graph_of(node), SOUND)
-    assert time.process_time() - start < 6
+    graph = graph_of(node)
+    with counting() as calls:
+        rewrite(graph, SOUND)
+    assert calls.count < CALLS_A_NODE * len(graph.nodes())
 
 
 def test_a_guard_for_a_single_reader_fires_down_a_chain_of_100_layers_in_two_sweeps():

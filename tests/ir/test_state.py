@@ -29,8 +29,8 @@ from tilewright.report.measure.inputs import make_feeds
 from tilewright.report.measure.perf import measure
 from tilewright.report.measure.verify import compare_step, verify_program
 from tilewright.report.measure.work import work_of
-from tilewright.runtime.executable import bind_outputs
 from tilewright.runtime.partition import partition
+from tilewright.runtime.steps import bind_outputs
 from tilewright.schedule.candidate import Kernel, Schedule
 from tilewright.schedule.key import text_of
 

@@ -4,7 +4,6 @@ import json
 import math
 import random
 import re
-import time
 
 import numpy as np
 import pytest
@@ -13,6 +12,7 @@ from hypothesis import HealthCheck, Phase, find, given, settings
 from hypothesis import strategies as st
 from strategies import NAMES, OPERATIONS, graphs
 from values import ALL, constant, specials
+from work import counting
 
 from tilewright.dtype import BF16, F8E4M3FN, F16, F32, F64, OPAQUE, PRED, S8, S32, U64
 from tilewright.errors import InputError, TilewrightError
@@ -55,6 +55,7 @@ def test_the_random_graphs_hold_every_operation(operation):
 
 def test_every_operation_occurs_in_them():
     elsewhere = {"extents", "input", "const", "iota", "param", "acc", "item", "write"}
+    elsewhere |= {"all_gather", "all_reduce", "all_to_all", "own", "place", "reduce_scatter"}  # test_mesh.py
     registered = {name for name, cls in OPS.items() if cls.__module__.startswith("tilewright.")}
     assert registered == elsewhere | {name.removeprefix("op_") for name in OPERATIONS}
 
@@ -326,10 +327,9 @@ def test_the_program_above_is_well_formed():
     ids=lambda t: repr(t[:20]),
 )
 def test_hostile_text_is_an_error_soon(text):
-    start = time.perf_counter()
-    with pytest.raises(InputError, match=r"\(line \d+\)"):
+    with pytest.raises(InputError, match=r"\(line \d+\)"), counting() as calls:
         parse(text)
-    assert time.perf_counter() - start < 5
+    assert calls.count < 4 * len(text) + 1000
 
 
 def test_text_of_a_large_graph_is_read_in_linear_time():
@@ -340,9 +340,9 @@ def test_text_of_a_large_graph_is_read_in_linear_time():
         nodes.append(node.src[1])
     graph = Graph("g", tuple(nodes), (node,), ("y",))
     text = print_graph(graph)
-    start = time.perf_counter()
-    assert parse(text) == graph
-    assert time.perf_counter() - start < 5
+    with counting() as calls:
+        assert parse(text) == graph
+    assert calls.count < 4 * len(text) + 1000
 
 
 TOKENS = ("graph", '"g"', *"{}()[]:,=@\n", "%0", "%1", "f32[2,3]", "s8", "opaque", "return", "origin", "note", "1", "-1", "1.5")

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from tilewright.dtype import S64, DType
-from tilewright.ir.dims import Extent, is_open
+from tilewright.ir.extent import Extent, is_open
 from tilewright.ir.graph import Node
 from tilewright.ir.literal import literal
 from tilewright.ir.ops import (
@@ -17,6 +17,7 @@ from tilewright.ir.ops import (
     Convert,
     Extents,
     Input,
+    Iota,
     Item,
     Map,
     Overflow,
@@ -46,6 +47,15 @@ def extents(values: Sequence[int], *, single: bool = False) -> Node:
     if is_open(values):
         return Node(Extents(tuple(values), single))
     return const(torch.tensor(values[0] if single else list(values), dtype=torch.int64), S64)
+
+
+def places(count: int, start: int = 0, step: int = 1) -> Node:
+    """Indices start, start + step, …, `count` of them, as s64; a constant where all of these are numbers."""
+    if not is_open((count, start, step)):
+        return const(torch.arange(count, dtype=torch.int64) * step + start)
+    line = Node(Iota(S64, (count,), 0))
+    scaled = line if type(step) is int and step == 1 else map_("multiply", line, const(step, S64))
+    return scaled if type(start) is int and start == 0 else map_("add", scaled, const(start, S64))
 
 
 def map_(fn: str, *args: Node) -> Node:

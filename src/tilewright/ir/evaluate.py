@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from tilewright.errors import InputError, TilewrightError, TypeMismatchError, counted
 from tilewright.ir.graph import Graph, Node, label_of, toposort
 from tilewright.ir.literal import Literal
+from tilewright.ir.mesh import Mesh, simulate
 from tilewright.ir.types import TensorType
 
 if TYPE_CHECKING:
@@ -80,6 +81,44 @@ def evaluate(
         there = {n: v.to(device) if isinstance(v, torch.Tensor) else v for n, v in bound.items()}
         with torch.device(device):
             return evaluate_nodes(graph.outputs, there, visit=visit, origin=graph.origin)
+
+
+def evaluate_mesh(
+    graph: Graph, feeds: Sequence[Mapping[str, torch.Tensor]], mesh: Mesh, *, float64: bool = False
+) -> list[list[Value]]:
+    """Run a program for one rank on every rank of a mesh, all simulated in this process; the outputs, rank by rank.
+
+    Args:
+        graph: the program of each rank.
+        feeds: the inputs of each rank, by name; state may be left out.
+        mesh: the ranks.
+        float64: accumulate float gemms in float64.
+
+    Raises:
+        InputError: there is not one feed a rank, or an input is missing or of another type.
+        TilewrightError: a node failed, or ranks wait for each other for ever.
+    """
+    if len(feeds) != mesh.size:
+        raise InputError(f"{counted(len(feeds), 'feed')} for a mesh of {mesh.size} ranks", where=graph.name)
+    run = evaluator(graph.outputs, graph.inputs, graph.origin)
+
+    def of_rank(rank: int) -> list[Value]:
+        given = {**_parts_of_state(graph, mesh, rank), **feeds[rank]}
+        missing = [label_of(n) for n in graph.inputs if label_of(n) not in given]
+        if missing:
+            raise InputError(f"no value for input {missing[0]!r}", where=f"{graph.name}, rank {rank}")
+        values = [check_value(given[label_of(n)], n.tensor, f"input {label_of(n)!r}, rank {rank}") for n in graph.inputs]
+        return run(values)
+
+    with accumulate_in_float64(float64 or float64_gemms()):
+        return simulate(mesh, of_rank)
+
+
+def _parts_of_state(graph: Graph, mesh: Mesh, rank: int) -> dict[str, torch.Tensor]:
+    """A rank's part of each tensor that a program for one rank keeps, by name."""
+    state = slice(len(graph.inputs) - len(graph.state), len(graph.inputs))
+    kept = zip(graph.inputs[state], graph.placements[state], graph.state, strict=True) if graph.local else ()
+    return {label_of(n): lies.part(t.cpu(), mesh, rank) for n, lies, t in kept}
 
 
 def _by_order(graph: Graph, feeds: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -6,8 +6,7 @@ out again; none of them follows the uses of a node.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from tilewright.dtype import BF16, F16, F32, DType
@@ -15,6 +14,7 @@ from tilewright.ir.build import broadcast, reshape, slice_, transpose
 from tilewright.ir.graph import Node, substitute, toposort
 from tilewright.ir.ops import (
     Acc,
+    Collective,
     Const,
     Convert,
     Dequantize,
@@ -22,11 +22,13 @@ from tilewright.ir.ops import (
     Map,
     Param,
     Quantize,
+    Reduce,
     Reshape,
     Select,
+    Slice,
     Transpose,
 )
-from tilewright.ir.types import Shape
+from tilewright.ir.types import Shape, reshape_groups
 
 ELEMENTWISE = (Map, Select, Convert, Quantize, Dequantize)
 REARRANGE = (Reshape, Transpose)
@@ -86,6 +88,37 @@ def depends_on_acc(roots: Sequence[Node], also: Collection[Node] = ()) -> set[No
         if isinstance(n.op, Acc) or n in also or any(s in found for s in n.src):
             found.add(n)
     return found
+
+
+def linear_in(n: Node, held: Collection[int]) -> bool:
+    """Tell whether an operation on sums is the sum of the operation on their summands, which these of its sources hold,
+    roundings aside. Integers wrap alike. An 8-bit float has too few digits and too small a range for summands, which may be far
+    larger than their sum."""
+    op, first = n.op, n.src[min(held)]
+    if isinstance(op, Map):
+        return {
+            "negate": True,
+            "add": len(held) == len(n.src),
+            "subtract": len(held) == len(n.src),
+            "multiply": len(held) == 1,
+            "divide": [*held] == [0] and n.dtype.is_float,
+        }.get(op.fn, False)
+    if isinstance(op, Convert):
+        wraps = op.overflow == "wrap" and n.dtype.is_integer and first.dtype.is_integer
+        rounds = n.dtype.is_float and first.dtype.is_float and n.dtype.bits >= 16
+        return rounds or (wraps and n.dtype.bits <= first.dtype.bits)
+    return isinstance(op, (Reshape, Transpose, Slice)) or (isinstance(op, Reduce) and op.fn == "add")
+
+
+def linear_in_acc(root: Node) -> bool:
+    """Tell whether sums of what an expression makes of summands in acc are what it makes of their sum; operations between ranks
+    are taken to be."""
+    dependent = depends_on_acc((root,))
+    for n in toposort((root,)):
+        held = [i for i, s in enumerate(n.src) if s in dependent]
+        if held and not isinstance(n.op, Collective) and not linear_in(n, held):
+            return False
+    return True
 
 
 def rounds_to_16_bits(n: Node) -> bool:
@@ -165,8 +198,8 @@ def views_outward(root: Node) -> Node:
         elif isinstance(n.op, ELEMENTWISE):
             core[n] = _under_views(n, dependent, core)
         else:
-            core[n] = (n.with_src([_viewed(*core[s]) for s in n.src]), ())
-    return _viewed(*core[root])
+            core[n] = (n.with_src([with_views(*core[s]) for s in n.src]), ())
+    return with_views(*core[root])
 
 
 def _further(views: tuple[Rearrangement, ...], last: Rearrangement) -> tuple[Rearrangement, ...]:
@@ -196,13 +229,14 @@ def _under_views(
             src.append(inner)
         else:
             return Node(n.op, *src), views
-    return n.with_src([_viewed(*core[s]) for s in n.src]), ()
+    return n.with_src([with_views(*core[s]) for s in n.src]), ()
 
 
-def _viewed(inner: Node, views: Sequence[Rearrangement]) -> Node:
-    for v in views:
-        inner = Node(v.op, inner)
-    return inner
+def with_views(node: Node, views: Iterable[Node | Rearrangement]) -> Node:
+    """A node seen through views, the innermost first."""
+    for view in views:
+        node = Node(view.op, node)
+    return node
 
 
 def unview(side: Node, views: Sequence[Rearrangement]) -> Node | None:
@@ -243,28 +277,6 @@ def before_reshape(side: Node, before: Shape, after: Shape) -> Node | None:
         else:
             result.extend(1 for _ in old)
     return reshape(broadcast(side, full), result)
-
-
-def reshape_groups(before: Shape, after: Shape) -> list[tuple[list[int], list[int]]] | None:
-    """The smallest runs of axes with equal products on both sides of a reshape; None where an extent is zero."""
-    if 0 in before or 0 in after:
-        return None
-    groups: list[tuple[list[int], list[int]]] = []
-    i = j = 0
-    while i < len(before) or j < len(after):
-        old, new = [], []
-        while True:
-            p, q = math.prod(before[a] for a in old), math.prod(after[a] for a in new)
-            if p == q and (old or new):
-                break
-            if (p <= q and i < len(before)) or j >= len(after):
-                old.append(i)
-                i += 1
-            else:
-                new.append(j)
-                j += 1
-        groups.append((old, new))
-    return groups
 
 
 def slice_columns(root: Node, start: int, stop: int, columns: int, acc: Node) -> Node | None:

@@ -37,7 +37,8 @@ def quantised_linear(
         zero_point: of the codes' type, [out, groups].
         offset: f32 [out, groups]: multiplies the sums of x by groups, a second, small product.
         bias: [out].
-        factor: f32 [1]: multiplies the sums (or divides them, if it `divides`).
+        factor: f32 [1]: multiplies the sums.
+        divides: the sums are divided by it instead.
         quantize_activations: x is quantised to 8 bits first, a scale a row: to s8, or to f8e4m3fn where codes are floats.
     """
     steps = [] if factor is None else [Apply("divide" if divides else "multiply", factor)]

@@ -28,7 +28,9 @@ import numpy as np
 from tilewright import deadline
 from tilewright.dtype import DType
 from tilewright.errors import TypeMismatchError
-from tilewright.ir.dims import plain_index
+from tilewright.ir.extent import plain_index
+from tilewright.ir.factor import Factor
+from tilewright.ir.mesh import Mesh, Placement
 from tilewright.ir.types import Shape, TensorType, TupleType, Type
 
 if TYPE_CHECKING:
@@ -50,6 +52,7 @@ class Op:
     name: ClassVar[str] = ""
     arity: ClassVar[int | None] = None  # number of sources; None leaves the count to `infer`
     constant_source: ClassVar[bool] = False  # the result depends on the attributes alone
+    meets: ClassVar[bool] = False  # it takes values of other ranks, at every call
 
     def __post_init__(self) -> None:
         normalise(self, self.name)
@@ -83,9 +86,21 @@ class Op:
         """The result on torch tensors; `node` gives the logical types (4-bit codes travel in bytes)."""
         raise NotImplementedError
 
+    def factors(self, node: Node) -> tuple[Factor, ...]:
+        """The loops that ranks may share out. None by default: every rank needs all sources whole."""
+        return ()
+
+    def of_part(self, node: Node, shape: Shape, src: Sequence[TensorType]) -> Op:
+        """The operation that gives a part of the result, of this shape, from parts of the sources, of these types."""
+        return self
+
     def regions(self) -> dict[str, tuple[Node, ...]]:
         """Expressions this op carries inside itself, by attribute name (a gemm's operands and stores)."""
         return {}
+
+    def region_roots(self) -> list[Node]:
+        """The roots of all expressions of `regions`, one after the other."""
+        return [root for roots in self.regions().values() for root in roots]
 
 
 class Node:
@@ -96,7 +111,7 @@ class Node:
     op: Op
     src: tuple[Node, ...]
     type: Type
-    constant: bool  # depends on constants alone
+    constant: bool  # depends on constants alone, and on which rank this is
 
     def __new__(cls, op: Op, *src: Node) -> Node:
         key = (op, src)
@@ -110,7 +125,9 @@ class Node:
         object.__setattr__(made, "op", op)
         object.__setattr__(made, "src", src)
         object.__setattr__(made, "type", op.infer_types(*(s.type for s in src)))
-        object.__setattr__(made, "constant", op.constant_source or (bool(src) and all(s.constant for s in src)))
+        object.__setattr__(
+            made, "constant", op.constant_source or (bool(src) and not op.meets and all(s.constant for s in src))
+        )
         with _LOCK:
             return _INTERNED.setdefault(key, made)
 
@@ -255,6 +272,9 @@ class Graph:
             its last outputs, which no caller gets, are their new values (`ir/state.py`).
         places: names of the positional arguments of the program's own function, where others come before its last input; one
             that is no input's was fixed as the program was read. Empty: they are the inputs, in order.
+        mesh: the ranks that run the program; None for one that runs on one device.
+        placements: of a program for one rank, how the tensors lie whose parts its inputs, and then its outputs, are. Empty: the
+            program is of whole tensors, and `place` nodes say how they are to lie.
     """
 
     name: str
@@ -265,6 +285,13 @@ class Graph:
     notes: tuple[str, ...] = field(default=(), compare=False, hash=False)
     state: tuple[torch.Tensor, ...] = field(default=(), compare=False, hash=False, repr=False)
     places: tuple[str, ...] = field(default=(), compare=False, hash=False, repr=False)
+    mesh: Mesh | None = None
+    placements: tuple[Placement, ...] = ()
+
+    @property
+    def local(self) -> bool:
+        """Tell whether this is the program of one rank, over its parts of the tensors."""
+        return bool(self.placements)
 
     def nodes(self) -> list[Node]:
         """Every node, sources first."""

@@ -13,10 +13,11 @@ from typing import Any, cast
 import torch
 
 from tilewright.ir.build import extents
-from tilewright.ir.dims import Extent, Scope, extent_at, scope_of, solve
+from tilewright.ir.dims import Scope, scope_of, solve
+from tilewright.ir.extent import Extent, extent_at
 from tilewright.ir.graph import Graph, Node, Op, label_of, toposort
 from tilewright.ir.ops import Broadcast, Extents, Reshape, Slice
-from tilewright.ir.types import TensorType, TupleType
+from tilewright.ir.types import TensorType
 
 
 def dims_of(graph: Graph) -> Scope | None:
@@ -139,8 +140,3 @@ def _unless_idle(node: Node) -> Node:
     if isinstance(node.op, Slice) and node.type == node.src[0].type and all(s == 1 for s in node.op.step):
         return node.src[0]
     return node
-
-
-def is_open_type(t: TensorType | TupleType) -> bool:
-    """Tell whether a type has an open extent."""
-    return any(i.open for i in t.items) if isinstance(t, TupleType) else t.open

@@ -7,10 +7,9 @@ from collections.abc import Sequence
 
 from tilewright.dtype import DType
 from tilewright.ir.build import broadcast, slice_
-from tilewright.ir.expression import reshape_groups
 from tilewright.ir.graph import Node, Op
 from tilewright.ir.ops import Concat, Convert, Dequantize, Quantize, Reshape, Slice, Transpose
-from tilewright.ir.types import normalize_axis
+from tilewright.ir.types import normalize_axis, reshape_groups
 
 Manner = tuple[tuple[Op | type[Op], tuple[tuple[DType, int], ...]] | DType, ...]
 

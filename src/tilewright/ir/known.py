@@ -1,7 +1,7 @@
 """Values that follow from shapes and small constants alone: a reshape's target and a slice's bounds must be such values.
 
 Exporters compute shapes with ordinary operators (Shape, Gather, Concat, Range, …). Such a chain has a value; it is computed on
-demand, and only for an operator that must know it. Where it begins with open extents (`ir/dims.py`) its numbers are extents,
+demand, and only for an operator that must know it. Where it begins with open extents (`ir/extent.py`) its numbers are extents,
 too. Weights are never looked at.
 """
 
@@ -14,7 +14,8 @@ from typing import Any, cast
 import numpy as np
 import torch
 
-from tilewright.ir.dims import exactly, is_open
+from tilewright.ir.dims import exactly
+from tilewright.ir.extent import is_open
 from tilewright.ir.graph import Node
 from tilewright.ir.ops import (
     Broadcast,
@@ -25,6 +26,7 @@ from tilewright.ir.ops import (
     Gather,
     Item,
     Map,
+    Own,
     Reduce,
     Reshape,
     Select,
@@ -58,7 +60,18 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {  # of arrays of objects
     "and": lambda a, b: a & b,
     "or": lambda a, b: a | b,
 }
-_TRUNCATING = {"divide": lambda a, b: a // b, "remainder": lambda a, b: a % b}  # toward zero: of what is not negative, down
+
+
+def _quotient(a: int, b: int) -> int:
+    """a / b, rounded toward zero; -1 for a zero divisor, as for the operations."""
+    if type(b) is int and b == 0:
+        return -1
+    less_a, less_b = a < 0, b < 0
+    size = (-a if less_a else a) // (-b if less_b else b)
+    return -size if less_a is not less_b else size
+
+
+_TRUNCATING = {"divide": _quotient, "remainder": lambda a, b: a - _quotient(a, b) * b}
 
 
 class KnownValues:
@@ -125,8 +138,7 @@ def _of_extents(node: Node, src: Sequence[np.ndarray[Any, Any]]) -> np.ndarray[A
     if isinstance(op, Extents):
         return np.array(op.values, dtype=object).reshape(node.shape)
     if isinstance(op, Map):
-        whole = op.fn in _TRUNCATING and not any(v < 0 for s in src for v in s.reshape(-1))
-        f = _TRUNCATING[op.fn] if whole else _FUNCTIONS.get(op.fn)
+        f = np.frompyfunc(_TRUNCATING[op.fn], 2, 1) if op.fn in _TRUNCATING else _FUNCTIONS.get(op.fn)
         return None if f is None else np.asarray(f(*src), dtype=object)
     if isinstance(op, Convert):
         return src[0] if node.src[0].dtype.is_integer and node.dtype.bits >= 32 else None
@@ -157,4 +169,4 @@ def _may_be_known(node: Node) -> bool:
     if not node.constant or not isinstance(node.type, TensorType) or node.dtype.kind == "opaque" or node.type.open:
         return False
     drawn = isinstance(node.op, Call) and node.op.target in _NOT_WHILE_READING
-    return node.type.elements <= LARGEST and not isinstance(node.op, Item) and not drawn
+    return node.type.elements <= LARGEST and not isinstance(node.op, (Item, Own)) and not drawn

@@ -8,17 +8,23 @@
     operand  = type ["^T"] attribute*               the type as stored; ^T multiplies by its transpose
     attribute= "group=" G | "block=" R "x" C | "scale=tensor" | "scale=channel" | "zero_point"
     step     = ("+" | "-" | "*" | "/") side | "," function ["(" side ")"] | "," dtype
-    side     = "bias" | "residual" | "scale" | "row" | type | number      [":" dtype after a word or a number]
+    side     = word | type | number      [":" dtype after a word or a number]
+    word     = "offset" | "bias" | "row_bias" | "residual" | "scale" | "column_scale" | "row_scale" | "factor" | "row"
     result   = dtype ["wrap" | "saturate"] ["scale=tensor" | "scale=row" | "scale=column"] ["zero_point"] ["acc=" dtype]
+               [("rows" | "columns") "/" axis]          over which ranks the result is to be split
 
-`bias` is [N], `residual` the whole result, `row` one value a row, `scale` one number. `group=G` scales every G elements along K
-(and, with `zero_point`, shifts them); `channel` is a row of the left or a column of the right operand. Steps are computed in
-f32, or as integers while both sides are; a dtype as a step rounds to it. A number is f32 unless it says otherwise. Without "->"
-what the steps leave is stored.
+On a mesh of ranks an operand's extent may be split: `bf16[4096/tp,8192] @ bf16[8192,10240/tp]`, `/dp*tp` over two axes.
+
+`offset` and `scale` are one number, `bias` and `column_scale` [N], `row_bias`, `row_scale` and `row` one value a row,
+`residual` and `factor` as large as the result. What is printed says the role: the first of each for what is added, the other
+for what multiplies or divides, a type for a side that does neither. `group=G` scales every G elements along K (and, with
+`zero_point`, shifts them); `channel` is a row of the left or a column of the right operand. Steps are computed in f32, or as
+integers while both sides are; a dtype as a step rounds to it. A number is f32 unless it says otherwise. Without "->" what the
+steps leave is stored.
 
 Reports print more than is parsed: several stores in braces, `[0:768]` for the columns a store takes,
-`as 64x384x12x64 (0,2,1,3)` for the shape and the permutation under which it is written, `|` between weights side by side, and
-an expression in braces where steps do not form a chain.
+`as 64x384x12x64 (0,2,1,3)` for the shape and the permutation under which it is written, `as 128x768` for the shape that an
+operand is read in, `|` between weights side by side, and an expression in braces where steps do not form a chain.
 """
 
 from __future__ import annotations
@@ -35,22 +41,28 @@ from tilewright.errors import InputError
 from tilewright.ir.build import const, input_
 from tilewright.ir.fused import Apply, Result, Side, fused_gemm
 from tilewright.ir.graph import Graph, Node
-from tilewright.ir.ops import FUNCTIONS, Overflow
+from tilewright.ir.ops import FUNCTIONS, Overflow, Place
 from tilewright.ir.tokens import Tokens
 from tilewright.ir.types import Shape, TensorType, broadcast_shapes
+
+Splits = tuple[tuple[str, ...], ...]
 
 OPERATORS = {"+": "add", "-": "subtract", "*": "multiply", "/": "divide"}
 EXAMPLE = '"bf16[64,256] @ bf16[256,128] + bias, gelu -> bf16"'
 LONGEST_INTEGER = 20  # digits of 2**64
-_EXTENT = r"\s*\d{1,15}\s*"
+_AXES = r"[A-Za-z_]\w*(?:\*[A-Za-z_]\w*)*"
+_EXTENT = rf"\s*\d{{1,15}}\s*(?:/\s*{_AXES}\s*)?"
 _TOKEN = re.compile(
     rf"\s*(?:(?P<type>[a-z][a-z0-9]*\[(?:{_EXTENT}(?:,{_EXTENT})*)?\])|(?P<arrow>->)|(?P<pair>[a-z_]+=[\w.]+)"
     r"|(?P<word>[A-Za-z_]\w*(?::\w+)?)|(?P<number>\d+(?:\.\d*)?(?:e[-+]?\d+)?(?::\w+)?)|(?P<transpose>\^T)"
     r"|(?P<sign>[@+\-*/,()]))"
 )
-_SIDES = ("bias", "residual", "scale", "row")
+ADDENDS = {"number": "offset", "column": "bias", "row": "row_bias", "result": "residual"}  # by what has a value of its own
+FACTORS = {"number": "scale", "column": "column_scale", "row": "row_scale", "result": "factor"}
+_SIDES = {word: spread for words in (ADDENDS, FACTORS, {"row": "row"}) for spread, word in words.items()}
+_IN_F32 = ("row", "scale", "column_scale", "row_scale")  # sides that are f32 where no dtype is said
 _ATTRIBUTES = ("group=", "scale=tensor", "scale=channel", "zero_point", "block=")
-_RESULTS = ("wrap", "saturate", "scale=tensor", "scale=row", "scale=column", "zero_point")
+_RESULTS = ("wrap", "saturate", "scale=tensor", "scale=row", "scale=column", "zero_point", "rows", "columns")
 
 
 @dataclass
@@ -120,9 +132,15 @@ class _Reader(Tokens):
         return found
 
     def type(self, wanted: str) -> TensorType:
+        return self.placed(wanted)[0]
+
+    def placed(self, wanted: str) -> tuple[TensorType, Splits]:
+        """A type, and the mesh axes that split each axis."""
         text = self.take("type", wanted)
         name, dims = text[:-1].split("[")
-        return TensorType(self.dtype(name, self.column), tuple(int(d) for d in dims.split(",") if d.strip()))
+        parts = [d.partition("/") for d in dims.split(",") if d.strip()]
+        splits = tuple(tuple(a.strip() for a in axes.split("*")) if axes else () for _, _, axes in parts)
+        return TensorType(self.dtype(name, self.column), tuple(int(d) for d, _, _ in parts)), splits
 
 
 @dataclass
@@ -132,6 +150,11 @@ class _Operand:
     type: TensorType
     column: int
     given: dict[str, tuple[str, int]]
+    splits: Splits
+
+    def value(self, given: Node) -> Node:
+        """The operand's input, placed if the line splits an extent of it."""
+        return Node(Place(self.splits), given) if any(self.splits) else given
 
 
 @dataclass
@@ -143,6 +166,7 @@ class _Stored:
     scale: str | None = None
     zero_point: bool = False
     acc: DType | None = None
+    splits: Splits | None = None
 
 
 def parse(text: str) -> Graph:
@@ -156,7 +180,7 @@ def parse(text: str) -> Graph:
     left = _operand(r, "the left operand's type")
     r.sign("@")
     right = _operand(r, "the right operand's type")
-    a, b = (r.input(name, o.type.dtype, o.type.shape) for name, o in (("a", left), ("b", right)))
+    a, b = (o.value(r.input(name, o.type.dtype, o.type.shape)) for name, o in (("a", left), ("b", right)))
     lhs = _side(r, a, left, "a", right.type.dtype, rows=True)
     rhs = _side(r, b, right, "b", left.type.dtype, rows=False)
     shape = _result_shape(r, lhs, rhs, right.column)
@@ -170,11 +194,13 @@ def parse(text: str) -> Graph:
     steps = [Apply(fn, _beside(r, what, natural, shape)) for fn, what in pending]
     result = None if stored is None else _result(r, stored, shape)
     node = fused_gemm(lhs, rhs, result, steps, None if stored is None else stored.acc)
+    if stored is not None and stored.splits is not None:
+        node = Node(Place((*(((),) * (len(shape) - 2)), *stored.splits)), node)
     return Graph(text, tuple(r.inputs), (node,), ("result",))
 
 
 def _operand(r: _Reader, wanted: str) -> _Operand:
-    t = r.type(wanted)
+    t, splits = r.placed(wanted)
     column = r.column
     if t.rank < 2:
         raise r.wrong(f"{t} is no matrix", column, "write a vector as one row, [1,K]")
@@ -190,7 +216,7 @@ def _operand(r: _Reader, wanted: str) -> _Operand:
         elif r.accept("word", "zero_point"):
             key, value = "zero_point", ""
         else:
-            return _Operand(t, column, given)
+            return _Operand(t, column, given, splits)
         if key in given or len({"group", "block", "scale"} & {key, *given}) > 1:
             raise r.wrong(f"{key} and {key if key in given else next(iter(given))} are both given", r.column)
         given[key] = (value, r.column)
@@ -288,7 +314,7 @@ def _what(r: _Reader) -> object:
     word, _, name = text.partition(":")
     number = kind == "number" or (kind == "word" and word in ("inf", "nan"))
     if not number and (negative or kind != "word" or word not in _SIDES):
-        raise r.fail("a number" if negative else "bias, residual, scale, row, a type or a number", _SIDES)
+        raise r.fail("a number" if negative else f"{', '.join(_SIDES)}, a type or a number", _SIDES)
     r.at += 1
     said = r.dtype(name, r.column) if name else None
     if not number:
@@ -307,8 +333,8 @@ def _beside(r: _Reader, what: object, natural: DType, shape: Shape) -> Node | No
     if isinstance(what, TensorType):
         return r.input("side", what.dtype, what.shape)
     word, said = cast("tuple[str, DType | None]", what)
-    shapes: dict[str, Shape] = {"bias": shape[-1:], "residual": shape, "scale": (), "row": (*shape[:-1], 1)}
-    return r.input(word, said or (F32 if word in ("scale", "row") else natural), shapes[word])
+    shapes: dict[str, Shape] = {"number": (), "column": shape[-1:], "row": (*shape[:-1], 1), "result": shape}
+    return r.input(word, said or (F32 if word in _IN_F32 else natural), shapes[_SIDES[word]])
 
 
 def _stored(r: _Reader) -> _Stored:
@@ -326,6 +352,11 @@ def _stored(r: _Reader) -> _Stored:
                 raise r.fail("scale=tensor, scale=row, scale=column or acc=", _RESULTS)
         elif r.accept("word", "zero_point"):
             key, found.zero_point = "zero_point", True
+        elif side := (r.accept("word", "rows") or r.accept("word", "columns")):
+            key, names = "the result's placement", [_axis(r, "/")]
+            while r.accept("sign", "*"):
+                names.append(r.take("word", "a mesh axis"))
+            found.splits = (tuple(names), ()) if side == "rows" else ((), tuple(names))
         elif word := (r.accept("word", "wrap") or r.accept("word", "saturate")):
             key, found.overflow = "overflow", "wrap" if word == "wrap" else "saturate"
         else:
@@ -338,6 +369,11 @@ def _stored(r: _Reader) -> _Stored:
     if found.scale is not None and "overflow" in said and found.overflow == "wrap":
         raise r.wrong("a quantised result saturates, it cannot wrap", r.column)
     return found
+
+
+def _axis(r: _Reader, sign: str) -> str:
+    r.sign(sign)
+    return r.take("word", "a mesh axis")
 
 
 def _result(r: _Reader, stored: _Stored, shape: Shape) -> Result:

@@ -2,13 +2,11 @@
 
 A rule sees a match and returns a node that means the same, or None. It never follows uses, substitutes or counts readers
 by itself: `Match.users` and the driver do. A rule that recognised the place but had to leave it says so with
-`Match.refuse(sentence)`; reports show these near misses.
+`Match.refuse(sentence)`; reports show these near misses. What a rule of another package refuses no rule folds (`Trace.held`).
 """
 
 from __future__ import annotations
 
-import math
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -17,11 +15,16 @@ from typing import TypeVar
 from tilewright import deadline, plug_ins
 from tilewright.discovery import modules
 from tilewright.errors import RewriteError, TilewrightError, say
+from tilewright.ir.dims import asking
+from tilewright.ir.expression import ELEMENTWISE, REARRANGE
 from tilewright.ir.graph import Graph, Node, Op, Users, toposort
+from tilewright.ir.ops import Call, Concat, Pad, Slice
+from tilewright.ir.types import TensorType
 
 # Rewrites at one place, or sweeps, before rules are taken to fire for ever: far more than any that settle need.
 FREE_STEPS = 1000
 STEPS_A_NODE = 10
+HELD = (*ELEMENTWISE, *REARRANGE, Slice, Concat, Pad)  # what a product could fold, and a refusal of a plug-in keeps out of it
 
 
 @dataclass(frozen=True)
@@ -41,7 +44,11 @@ class Pat:
     where: Callable[[Node], bool] | None = None
 
     def match(self, node: Node, captured: dict[str, Node]) -> bool:
-        """Tell whether `node` fits; fills `captured`."""
+        """Tell whether `node` fits; fills `captured`.
+
+        Raises:
+            TypeError: `...` stands elsewhere than last in the sources.
+        """
         if self.op is not None and not isinstance(node.op, self.op):
             return False
         if self.where is not None and not self.where(node):
@@ -87,7 +94,11 @@ class Match:
         return None
 
     def refuse(self, why: str) -> None:
-        """Leave the node as it is and record, in a sentence, what stopped the rule."""
+        """Leave the node as it is and record, in a sentence, what stopped the rule.
+
+        A rule of ours speaks for itself, and another may fold the node. A refusal by a rule of another package holds for all
+        rules and for all later stages, where the node is one of `HELD`.
+        """
         self.refusal = why
 
 
@@ -138,7 +149,8 @@ R = TypeVar("R", Rule, Pass)
 
 def discover(package: str, kind: type[R], extra: Iterable[Path] = ()) -> list[R]:
     """Every `Rule` (or `Pass`) defined in the modules of `package`, by name; `extra` folders are searched, too, and so are
-    other packages, by entry points of a group of that name. One of another package whose name is taken is left out.
+    other packages, by entry points of a group of that name. Those of other packages come first, so that they meet what ours
+    would rewrite; one whose name is taken is left out.
 
     Raises:
         RewriteError: two have the same name.
@@ -157,7 +169,7 @@ def discover(package: str, kind: type[R], extra: Iterable[Path] = ()) -> list[R]
             found[v.name] = replace(v, package=plug_in.package)
         else:
             plug_in.leave_out(f"two rules are named {v.name}")
-    return [found[name] for name in sorted(found)]
+    return sorted(found.values(), key=lambda r: (not r.package, r.name))
 
 
 _left_out: set[str] = set()  # names of rules of other packages that are broken
@@ -191,25 +203,45 @@ class Step:
 
 @dataclass(frozen=True)
 class NearMiss:
-    """A rule that recognised `node` and left it, and why; `where` is what the source called the node."""
+    """A rule that recognised `node` and left it, and why; `where` is what the source called the node. `held`: no rule may
+    fold it any more."""
 
     rule: str
     node: Node
     why: str
     where: str
+    held: bool = False
 
 
 @dataclass
 class Trace:
-    """A record of rewrites. Near misses are those of each rewrite's last sweep: what stood unfolded when it settled, and why.
+    """A record of rewrites. Near misses are those of each rewrite's last sweep: what stood unfolded when it settled, and why;
+    and those of nodes that are held.
 
-    Notes are on time that was over.
+    Notes are on time that was over. `held` has the operations that rules of other packages refused, by the opaque calls that
+    stand for them in the graph while rules and passes run, so that none sees into them (`released`).
     """
 
     steps: list[Step] = field(default_factory=list[Step])
     near_misses: list[NearMiss] = field(default_factory=list[NearMiss])
     sweeps: int = 0
     notes: list[str] = field(default_factory=list[str])
+    held: dict[Op, Op] = field(default_factory=dict[Op, Op])
+
+    def hold(self, node: Node) -> Node:
+        """The opaque call that stands for a node of `HELD`."""
+        assert isinstance(node.type, TensorType)
+        call = Call("", node.op.name, repr(node.op), (node.type,))
+        self.held[call] = node.op
+        return Node(call, *node.src)
+
+
+def released(graph: Graph, trace: Trace) -> Graph:
+    """The graph with the operations that a trace holds in the place of the calls that stand for them."""
+    if not trace.held:
+        return graph
+    pattern = Pat(Call, where=lambda n: n.op in trace.held)
+    return rewrite(graph, [Rule("release", "", pattern, lambda m: Node(trace.held[m.node.op], *m.node.src), "")])
 
 
 def over(trace: Trace, rule: str) -> None:
@@ -218,17 +250,18 @@ def over(trace: Trace, rule: str) -> None:
         trace.notes.append(f"the time for rules was over at {rule.replace('_', ' ')}: what follows is compiled as it stood")
 
 
-def rewrite(graph: Graph, rules: Sequence[Rule], trace: Trace | None = None, *, until: float = math.inf) -> Graph:
+def rewrite(graph: Graph, rules: Sequence[Rule], trace: Trace | None = None, *, until: deadline.End = deadline.NEVER) -> Graph:
     """Apply `rules` everywhere, sources first, until none fires. Origins go over to the nodes that replace theirs.
 
     Each rewrite is checked to keep the node's type. A sweep is linear in the graph for rules that look a bounded distance; a
     rule that waits for another to fire further on costs another sweep. A rule gives the same answer for the same match and
     readers: a graph that comes back after a sweep will come back for ever.
 
-    Once `until` has passed (`time.monotonic`), also within a rule, none is applied any more; the graph stays valid, and the
+    Once `until` has passed, also within a rule, none is applied any more; the graph stays valid, and the
     trace says so.
 
     A rule of another package that does what raises an error is left out, with a warning, and the graph rewritten without it.
+    What such a rule refuses stands in the graph as an opaque call, until it is `released`.
 
     Raises:
         RewriteError: a rule changed a type, failed, or the rules do not converge; names the rule.
@@ -244,14 +277,14 @@ def rewrite(graph: Graph, rules: Sequence[Rule], trace: Trace | None = None, *, 
             del said[count:]
 
 
-def _rewritten(graph: Graph, rules: Sequence[Rule], trace: Trace, until: float) -> Graph:
+def _rewritten(graph: Graph, rules: Sequence[Rule], trace: Trace, until: deadline.End) -> Graph:
     driver = _Driver(graph, rules, trace, until)
     outputs = list(graph.outputs)
     seen: dict[tuple[Node, ...], int] = {}
     earlier = len(trace.near_misses)
     while True:
         trace.sweeps += 1
-        del trace.near_misses[earlier:]
+        trace.near_misses[earlier:] = [m for m in trace.near_misses[earlier:] if m.held]
         done = len(trace.steps)
         seen[tuple(outputs)] = done
         outputs = driver.sweep(outputs)
@@ -273,7 +306,7 @@ def _endless(trace: Trace, since: int, where: str) -> RewriteError:
 
 
 class _Driver:
-    def __init__(self, graph: Graph, rules: Sequence[Rule], trace: Trace, until: float) -> None:
+    def __init__(self, graph: Graph, rules: Sequence[Rule], trace: Trace, until: deadline.End) -> None:
         self.trace = trace
         self._until = until
         self.origins = dict(graph.origins)
@@ -312,10 +345,11 @@ class _Driver:
             captured: dict[str, Node] = {}
             if not r.pattern.match(node, captured):
                 continue
-            if time.monotonic() > self._until:
+            if self._until.passed():
                 over(self.trace, r.name)
                 return None
             m = Match(node, captured, users)
+            asking(f"the rule {r.name}")
             try:
                 with deadline.until(self._until):
                     after = r.apply(m)
@@ -327,7 +361,10 @@ class _Driver:
                 raise RewriteError(f"rule {r.name} failed: {what}", where=where, rules=(r.name,)) from error
             if after is None:
                 if m.refusal is not None:
-                    self.trace.near_misses.append(NearMiss(r.name, node, m.refusal, where))
+                    held = bool(r.package) and isinstance(node.op, HELD)
+                    self.trace.near_misses.append(NearMiss(r.name, node, m.refusal, where, held))
+                    if held:
+                        return self.trace.hold(node)
                 continue
             if after is node:
                 continue

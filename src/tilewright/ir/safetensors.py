@@ -16,10 +16,11 @@ import numpy as np
 import torch
 
 from tilewright.errors import InputError, UnsupportedError
-from tilewright.files import whole_file
+from tilewright.files import NotJSONError, decoded
 from tilewright.ir.literal import bits_of
 
 MOST_HEADER_BYTES = 100_000_000
+ALIGNMENT = 64  # bytes, of tensors in a file: a cache line
 _TYPES = {
     "BOOL": torch.bool,
     "U8": torch.uint8,
@@ -42,8 +43,12 @@ _TYPES = {
     "C64": torch.complex64,
 }
 # How files of other formats begin, and what to do with one.
-_SAVED = "a file of torch.save", "safetensors.torch.save_file(torch.load(path, weights_only=True), new_path)"
-_OTHERS = {b"PK\x03\x04": _SAVED, b"\x80\x02": _SAVED, b"GGUF": ("a GGUF file", "a name that ends in .gguf")}
+_SAVED = "safetensors.torch.save_file(torch.load(path, weights_only=True), new_path)"
+_OTHERS = {
+    b"PK\x03\x04": ("a zip archive", f"if torch.save wrote it: {_SAVED}"),
+    b"\x80\x02": ("a pickle", f"if torch.save wrote it: {_SAVED}"),
+    b"GGUF": ("a GGUF file", "a name that ends in .gguf"),
+}
 _Extent = Annotated[int, msgspec.Meta(ge=0, le=2**62)]
 
 
@@ -73,21 +78,9 @@ def _named_twice(header: bytes) -> str | None:
     return found[0] if found else None
 
 
-def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str], alignment: int = 64) -> None:
-    """Write dense CPU tensors as a file that appears whole or not at all. Each begins at a multiple of `alignment` bytes of the
-    file: where one does not end there, a tensor called "padding.N" follows it.
-
-    Raises:
-        InputError: the folder is not there or cannot be written.
-    """
-    with whole_file(path) as draft, draft.open("wb") as file:
-        write_tensors_to(file, tensors, metadata, alignment)
-
-
-def write_tensors_to(
-    file: IO[bytes], tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str], alignment: int = 64
-) -> None:
-    """Write them to an open file, as `write_tensors` does."""
+def write_tensors_to(file: IO[bytes], tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> None:
+    """Write dense CPU tensors to an open file. Each begins at a multiple of `ALIGNMENT` bytes of the file: where one does not
+    end there, a tensor called "padding.N" follows it."""
     names = {of: name for name, of in _TYPES.items()}
     table: dict[str, object] = {"__metadata__": dict(metadata)}
     at = 0
@@ -96,14 +89,14 @@ def write_tensors_to(
         table[name] = {"dtype": names[t.dtype], "shape": list(t.shape), "data_offsets": [at, at + t.nbytes]}
         contents.append(t)
         at += t.nbytes
-        if at % alignment:
-            rest = -at % alignment
+        if at % ALIGNMENT:
+            rest = -at % ALIGNMENT
             padding = f"padding.{len(contents)}"
             table[padding] = {"dtype": "U8", "shape": [rest], "data_offsets": [at, at + rest]}
             contents.append(bytes(rest))
             at += rest
     header = msgspec.json.encode(table)
-    header += b" " * (-(8 + len(header)) % alignment)
+    header += b" " * (-(8 + len(header)) % ALIGNMENT)
     file.write(len(header).to_bytes(8, "little") + header)
     for content in contents:
         file.write(content if isinstance(content, bytes) else bits_of(content).numpy().data)
@@ -140,10 +133,10 @@ class TensorFile:
             hint = "a .safetensors file on this machine, or a folder of them"
             raise InputError(f"cannot read {path}: {error.strerror}", hint=hint) from error
         try:
-            table = msgspec.json.decode(header, type=dict[str, msgspec.Raw])
-            self.metadata = msgspec.json.decode(table.pop("__metadata__", msgspec.Raw(b"{}")), type=dict[str, str])
-            self._entries = {name: msgspec.json.decode(raw, type=_Entry) for name, raw in table.items()}
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            table = decoded(header, dict[str, msgspec.Raw])
+            self.metadata = decoded(bytes(table.pop("__metadata__", msgspec.Raw(b"{}"))), dict[str, str])
+            self._entries = {name: decoded(bytes(raw), _Entry) for name, raw in table.items()}
+        except NotJSONError as error:
             raise self._broken(f"its header is no table of tensors: {error}") from error
         twice = _named_twice(header)
         if twice is not None:

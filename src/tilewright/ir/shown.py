@@ -3,7 +3,7 @@ parsed."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import groupby
 
 import numpy as np
@@ -12,7 +12,7 @@ from tilewright.dtype import F32, DType
 from tilewright.ir.expression import depends_on_acc
 from tilewright.ir.fused import natural_accumulator
 from tilewright.ir.graph import Node
-from tilewright.ir.notation import OPERATORS
+from tilewright.ir.notation import ADDENDS, FACTORS, OPERATORS
 from tilewright.ir.ops import (
     ALIASES,
     VIEWS,
@@ -35,6 +35,7 @@ from tilewright.ir.types import Shape, TensorType, Type
 
 SHOWN_OPS = 6
 SYMBOLS = {fn: sign for sign, fn in OPERATORS.items()}
+ROLES = {"add": ADDENDS, "subtract": ADDENDS, "multiply": FACTORS, "divide": FACTORS}
 
 
 def show_gemm(op: Gemm) -> str:
@@ -51,6 +52,8 @@ def _show_operand(root: Node, *, rows: bool) -> str:
         node, transposed = node.src[0], "^T"
     if isinstance(node.op, Param):
         return f"{node.type}{transposed}"
+    if isinstance(node.op, Reshape) and isinstance(node.src[0].op, Param):
+        return f"{node.src[0].type} as {_extents(node.shape)}{transposed}"
     if isinstance(node.op, Dequantize) and isinstance(node.src[0].op, Param):
         code, scale = node.src[0], node.src[1]
         zero = " zero_point" if len(node.src) == 3 else ""
@@ -80,7 +83,7 @@ def _show_store(store: Node, op: Gemm) -> str:
     """Range of acc, steps, result and view of a store, if its steps form a chain; else its expression in braces."""
     view, node = "", store
     while isinstance(node.op, (Reshape, Transpose)):
-        shown = "x".join(map(str, node.shape)) if isinstance(node.op, Reshape) else f"({','.join(map(str, node.op.perm))})"
+        shown = _extents(node.shape) if isinstance(node.op, Reshape) else f"({','.join(map(str, node.op.perm))})"
         view, node = f" as {shown}{view[3:]}", node.src[0]
     result = ""
     if isinstance(node.op, Quantize):
@@ -115,6 +118,10 @@ def _show_store(store: Node, op: Gemm) -> str:
     return "".join(reversed(steps)) + result + view
 
 
+def _extents(shape: Shape) -> str:
+    return "x".join(map(str, shape))
+
+
 def _spread(scale: TensorType) -> str:
     if scale.elements == 1:
         return "tensor"
@@ -131,13 +138,14 @@ def _show_step(node: Node, inner: list[Node], shape: Shape) -> str | None:
     if len(node.src) != 2 or (node.src[0] is not inner[0] and fn not in ("add", "multiply", "maximum", "minimum")):
         return None
     other = node.src[1] if node.src[0] is inner[0] else node.src[0]
-    shown = _show_side(other, shape)
+    shown = _show_side(other, shape, ROLES.get(fn, {}))
     if shown is None:
         return None
     return f" {SYMBOLS[fn]} {shown}" if fn in SYMBOLS else f", {fn}({shown})"
 
 
-def _show_side(side: Node, shape: Shape) -> str | None:
+def _show_side(side: Node, shape: Shape, words: Mapping[str, str]) -> str | None:
+    """A number, a source by the word for its role and for what has a value of its own, or by its type; None of another side."""
     value, scaled = side, False
     while isinstance(value.op, (*VIEWS, Convert, Dequantize)):
         scaled |= isinstance(value.op, Dequantize)
@@ -147,10 +155,10 @@ def _show_side(side: Node, shape: Shape) -> str | None:
     if not isinstance(value.op, Param):
         return None
     axes = [a for a, d in enumerate(side.shape, len(shape) - len(side.shape)) if d != 1]
-    word = "scale" if not axes else "bias" if axes == [len(shape) - 1] else "residual" if side.shape == shape else None
-    if word is None and side.shape == (*shape[:-1], 1):
-        word = "row"
-    return f"{word}:{value.dtype}" if word is not None else str(value.tensor.with_shape(side.shape))
+    spread = "number" if not axes else "column" if axes == [len(shape) - 1] else "result" if side.shape == shape else ""
+    if not spread and side.shape == (*shape[:-1], 1):
+        spread = "row"
+    return f"{words[spread]}:{value.dtype}" if spread in words else str(value.tensor.with_shape(side.shape))
 
 
 def _show_number(value: float | int | bool | None, t: DType) -> str:

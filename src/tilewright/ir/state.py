@@ -97,8 +97,19 @@ def meets(mine: tuple[int, int], others: Iterable[tuple[int, int]]) -> bool:
 
 def span(t: torch.Tensor) -> tuple[int, int]:
     """Addresses of a tensor's first byte and of the one after its last; the same where it has none."""
-    reach = 1 + sum((d - 1) * s for d, s in zip(t.shape, t.stride(), strict=True)) if t.numel() else 0
-    return t.data_ptr(), t.data_ptr() + reach * t.element_size()
+    return t.data_ptr(), t.data_ptr() + _reach(t) * t.element_size()
+
+
+def end_bytes(t: torch.Tensor) -> int:
+    """Bytes from where a tensor's storage begins to the end of its last element; 0 where it has none."""
+    if t.is_contiguous():  # which tells without a loop
+        return int(t.storage_offset()) * t.element_size() + t.nbytes if t.numel() else 0
+    return (int(t.storage_offset()) + _reach(t)) * t.element_size() if t.numel() else 0
+
+
+def _reach(t: torch.Tensor) -> int:
+    """Elements from a tensor's first to its last one's end in memory."""
+    return 1 + sum((d - 1) * s for d, s in zip(t.shape, t.stride(), strict=True)) if t.numel() else 0
 
 
 def is_state(node: Node) -> bool:

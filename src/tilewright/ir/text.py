@@ -15,10 +15,12 @@
       return "y" %6
     }
 
-Extents that are open (`ir/dims.py`) are written out, as in `f32[batch,seq*768]`; a line for each dim comes first,
+Extents that are open (`ir/extent.py`) are written out, as in `f32[batch,seq*768]`; a line for each dim comes first,
 `dim seq low=1 high=512 hint=31`, and one for each guard, `guard seq < 64`. Attributes left out take their defaults; `//` starts
-a comment. Small constants stand in the text; a large one is a reference `@"name"` to be found in the `literals` given to
-`parse`. Lines `origin %2 "…"` and `note "…"` keep what reports show.
+a comment. A program for several ranks has a line `mesh "dp=2,tp=4"`; one rank's program also says how inputs and outputs lie:
+`part %0 splits=[["tp"], []] partial=[]`, `return "y" %6 splits=[[], []] partial=["tp"]`. Small constants stand in the text; a
+large one is a reference `@"name"` to be found in the `literals` given to `parse`. Lines `origin %2 "…"` and `note "…"` keep
+what reports show.
 """
 
 from __future__ import annotations
@@ -27,19 +29,23 @@ import json
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import MISSING, Field, fields
+from dataclasses import MISSING, fields
+from functools import cache, lru_cache
 from itertools import count
-from typing import Any, NoReturn, TypeVar, cast
+from typing import NamedTuple, NoReturn, TypeVar, cast
 
 import torch
 
 import tilewright.ir.ops as _ops
 from tilewright.dtype import BY_NAME, OPAQUE, U64, DType
-from tilewright.errors import InputError, TilewrightError
-from tilewright.ir.dims import Dim, Extent, Guard, Scope, bounds_of, hint_of
+from tilewright.errors import InputError, TilewrightError, TypeMismatchError
+from tilewright.ir.dims import Dim, Guard, Scope
+from tilewright.ir.extent import Extent, bounds_of, hint_of
 from tilewright.ir.graph import OPS, Graph, Node, Op, attributes, toposort
 from tilewright.ir.instance import dims_of
 from tilewright.ir.literal import Literal, literal
+from tilewright.ir.mesh import Mesh, Placement
+from tilewright.ir.ops import Place
 from tilewright.ir.tokens import Tokens
 from tilewright.ir.types import TensorType, TupleType
 
@@ -140,9 +146,16 @@ def print_with_literals(graph: Graph, literals: dict[str, Literal] | None = None
     local = p.block([*graph.inputs, *graph.outputs], "  ")
     scope = dims_of(graph)
     first = [] if scope is None else [f"  {line}" for line in _of_scope(scope)]
+    if graph.mesh is not None:
+        first.append(f"  mesh {json.dumps(str(graph.mesh))}")
+    sides = zip((*graph.inputs, *graph.outputs), graph.placements, strict=True) if graph.local else ()
+    shown = [f" splits={p.value(lies.splits)} partial={p.value(lies.partial)}" for _, lies in sides]
+    given, left = shown[: len(graph.inputs)], shown[len(graph.inputs) :] or [""] * len(graph.outputs)
     lines = [f"  origin {name} {json.dumps(graph.origins[n])}" for n, name in local.items() if n in graph.origins]
     lines += [f"  note {json.dumps(note)}" for note in graph.notes]
-    lines += [f"  return {json.dumps(name)} {local[n]}" for name, n in zip(graph.output_names, graph.outputs, strict=True)]
+    lines += [f"  part {local[n]}{lies}" for n, lies in zip(graph.inputs, given, strict=False)]
+    named = zip(graph.output_names, graph.outputs, left, strict=True)
+    lines += [f"  return {json.dumps(name)} {local[n]}{lies}" for name, n, lies in named]
     return "\n".join([f"graph {json.dumps(graph.name)} {{", *first, *p.lines, *lines, "}", ""]), p.literals
 
 
@@ -185,43 +198,69 @@ assert _ops.__all__  # importing it registers every op
 MAX_NESTING = 20
 
 _BLANK = r"(?:\s|//[^\n]*+)*+"  # possessive: no part of a comment is ever tried as a token
+_TYPE = rf"(?:{'|'.join(n for n in BY_NAME if n != OPAQUE.name)})\[(?:[0-9]{{1,18}}(?:,[0-9]{{1,18}})*)?\]"  # extents are plain
 _TOKEN = re.compile(
     _BLANK + r'(?:(?P<string>"(?:[^"\\\n]|\\.)*+")|(?P<ref>%[0-9]+)|(?P<number>-?(?:[0-9][0-9.]*(?:e[-+]?[0-9]+)?|inf\b))'
-    r"|(?P<word>[A-Za-z_][A-Za-z0-9_]*)|(?P<punct>[=!]=|>=|[(){}\[\]=:,@*%+<-]))"
+    rf"|(?P<type>{_TYPE})"
+    r"|(?P<word>[A-Za-z_][A-Za-z0-9_]*)|(?P<punct>[=!]=|>=|[(){}\[\]=:,@*%+<-])|(?P<end>\Z)|(?P<other>\S))"
 )
 _ARITHMETIC = (("punct", "*"), ("punct", "+"), ("punct", "-"))
 _WORDS = {"true": True, "false": False, "none": None, "nan": math.nan}
 T = TypeVar("T")
 
 
+class _Attribute(NamedTuple):
+    """An attribute of an operation: an expression (`region`), or `several` of them; `needed` if it has no default."""
+
+    region: bool
+    several: bool
+    needed: bool
+
+
+@cache
+def _attributes(cls: type[Op]) -> dict[str, _Attribute]:
+    said = {f.name: (str(f.type), f.default is MISSING) for f in fields(cls)}
+    return {name: _Attribute("Node" in of, of.startswith("tuple"), needed) for name, (of, needed) in said.items()}
+
+
+@lru_cache(maxsize=4096)
+def _plain(text: str) -> TensorType:
+    """The type that one token says."""
+    name, _, extents = text[:-1].partition("[")
+    return TensorType(BY_NAME[name], tuple(map(int, extents.split(","))) if extents else ())
+
+
 class _Parser(Tokens):
     def __init__(self, text: str, literals: Mapping[str, Literal], scope: Scope) -> None:
         self.literals = literals
         self.scope = scope
-        self.tokens: list[tuple[str, str, int]] = []
+        self.text = text
         self.at = 0
         self._depth = 0
-        at, line = 0, 1
-        while at < len(text):
-            m = _TOKEN.match(text, at)
-            if m is None:
-                rest = re.sub(f"^{_BLANK}", "", text[at:])
-                if not rest:
-                    break
-                raise InputError(f"unexpected {rest[:12]!r}", where=f"line {1 + text.count(chr(10), 0, len(text) - len(rest))}")
+        self.tokens: list[tuple[str, str, int]] = []
+        end = 0
+        for m in _TOKEN.finditer(text):  # which leaves nothing out, as anything at all is a token
             kind = str(m.lastgroup)
-            line += text.count("\n", at, m.start(kind))
-            self.tokens.append((kind, m.group(kind), line))
-            at = m.end()
-        self.tokens.append(("end", "end of text", line))
+            if kind == "other":
+                at = m.start(kind)
+                raise InputError(f"unexpected {text[at : at + 12]!r}", where=self.where(at))
+            if kind == "end":
+                break
+            end = m.end()
+            self.tokens.append((kind, m[kind], end))
+        self.tokens.append(("end", "end of text", end))
+
+    def where(self, place: int) -> str:
+        """The line in which the text's character of a number stands."""
+        return f"line {1 + self.text.count(chr(10), 0, place)}"
 
     def fail(self, wanted: str, at: int | None = None) -> NoReturn:
-        _, got, line = self.tokens[self.at if at is None else at]
-        raise InputError(f"{wanted} wanted, {got[:40]!r} found", where=f"line {line}")
+        _, got, place = self.tokens[self.at if at is None else at]
+        raise InputError(f"{wanted} wanted, {got[:40]!r} found", where=self.where(place))
 
-    def refuse(self, what: str, line: int | None = None) -> NoReturn:
-        """Something read already is wrong: `what`, in the line of the last token if not said."""
-        raise InputError(what, where=f"line {line or self.tokens[self.at - 1][2]}")
+    def refuse(self, what: str, place: int | None = None) -> NoReturn:
+        """Something read already is wrong: `what`, in the line of the last token if no place is said."""
+        raise InputError(what, where=self.where(self.tokens[self.at - 1][2] if place is None else place))
 
     def take(self, kind: str, exact: str | None = None) -> str:
         got, text, _ = self.tokens[self.at]
@@ -266,6 +305,9 @@ class _Parser(Tokens):
         outputs: list[tuple[str, Node]] = []
         origins: dict[Node, str] = {}
         notes: list[str] = []
+        mesh: Mesh | None = None
+        parts: dict[Node, Placement] = {}
+        left: list[Placement] = []
         while not self.accept("punct", "}"):
             if self.accept("word", "dim"):
                 self.dim()
@@ -273,6 +315,13 @@ class _Parser(Tokens):
                 self.guard()
             elif self.accept("word", "return"):
                 outputs.append((self.string(), self.reference(scope)))
+                if self.peek() == ("word", "splits"):
+                    left.append(self.placement())
+            elif self.accept("word", "mesh"):
+                mesh = Mesh.parse(self.string())
+            elif self.accept("word", "part"):
+                node = self.reference(scope)
+                parts[node] = self.placement()
             elif self.accept("word", "origin"):
                 node = self.reference(scope)
                 origins[node] = self.string()
@@ -284,7 +333,22 @@ class _Parser(Tokens):
                     inputs[node] = None
         self.take("end")
         names, nodes = tuple(o for o, _ in outputs), tuple(n for _, n in outputs)
-        return Graph(name, tuple(inputs), nodes, names, origins, tuple(notes))
+        if (parts or left) and (len(left) != len(outputs) or [*parts] != [*inputs]):
+            self.refuse("placements are wanted of every input and output, in order, or of none")
+        placements = (*parts.values(), *left)
+        return Graph(name, tuple(inputs), nodes, names, origins, tuple(notes), mesh=mesh, placements=placements)
+
+    def placement(self) -> Placement:
+        """The mesh axes that split each axis, and those over which values are summands."""
+        given: list[object] = []
+        for key in ("splits", "partial"):
+            self.take("word", key)
+            self.take("punct", "=")
+            given.append(self.value())
+        try:
+            return Place(*given).placement  # type: ignore[arg-type]
+        except TypeMismatchError as error:
+            self.refuse(error.what)
 
     def reference(self, scope: Mapping[str, Node]) -> Node:
         name = self.take("ref")
@@ -293,7 +357,7 @@ class _Parser(Tokens):
         return scope[name]
 
     def statement(self, scope: dict[str, Node]) -> Node:
-        line = self.tokens[self.at][2]
+        place = self.tokens[self.at][2]
         target = self.take("ref")
         if target in scope:
             self.refuse(f"{target} is defined twice")
@@ -301,7 +365,7 @@ class _Parser(Tokens):
         cls = OPS.get(self.take("word"))
         if cls is None:
             self.fail("an operation", self.at - 1)
-        known = {f.name: f for f in fields(cls)}
+        known = _attributes(cls)
         src = self.sequence(lambda: self.reference(scope), ")") if self.accept("punct", "(") else []
         given: dict[str, object] = {}
         while not self.accept("punct", ":"):
@@ -310,31 +374,31 @@ class _Parser(Tokens):
             given[key] = self.value()
         declared = self.type()
         if self.accept("punct", "{"):
-            if not any("Node" in str(f.type) for f in known.values()):
+            if not any(a.region for a in known.values()):
                 self.refuse(f"{cls.name} has no expressions")
             self.nested(lambda: self.region(cls, known, given))
-        for name, f in known.items():
-            if name not in given and f.default is MISSING:
-                self.refuse(f"{cls.name} has no {name}", line)
+        for name, attribute in known.items():
+            if name not in given and attribute.needed:
+                self.refuse(f"{cls.name} has no {name}", place)
         try:
             node = Node(cls(**given), *src)
         except TilewrightError as error:
-            raise InputError(f"{cls.name}: {error.what}", where=f"line {line}", hint=error.hint) from error
+            raise InputError(f"{cls.name}: {error.what}", where=self.where(place), hint=error.hint) from error
         if node.type != declared:
-            self.refuse(f"{cls.name} is {node.type}, the text says {declared}", line)
+            self.refuse(f"{cls.name} is {node.type}, the text says {declared}", place)
         scope[target] = node
         return node
 
-    def attribute(self, cls: type[Op], known: Mapping[str, Field[Any]], given: Mapping[str, object], *, region: bool) -> str:
+    def attribute(self, cls: type[Op], known: Mapping[str, _Attribute], given: Mapping[str, object], *, region: bool) -> str:
         """The name of an attribute that may stand here: once, and as an expression only if it is one."""
         key = self.take("word")
-        if key not in known or ("Node" in str(known[key].type)) is not region:
+        if key not in known or known[key].region is not region:
             self.refuse(f"{cls.name} has no {'expression' if region else 'attribute'} {key!r}")
         if key in given:
             self.refuse(f"{key} is given twice")
         return key
 
-    def region(self, cls: type[Op], known: Mapping[str, Field[Any]], given: dict[str, object]) -> None:
+    def region(self, cls: type[Op], known: Mapping[str, _Attribute], given: dict[str, object]) -> None:
         scope: dict[str, Node] = {}
         while not self.accept("punct", "}"):
             if self.peek()[0] == "ref":
@@ -344,17 +408,21 @@ class _Parser(Tokens):
             roots = [self.reference(scope)]
             while self.accept("punct", ","):
                 roots.append(self.reference(scope))
-            several = str(known[label].type).startswith("tuple")
+            several = known[label].several
             if len(roots) > 1 and not several:
                 self.refuse(f"{label} is one expression, not {len(roots)}")
             given[label] = tuple(roots) if several else roots[0]
 
     def type(self) -> TensorType | TupleType:
         if self.accept("punct", "("):
-            return TupleType(tuple(self.sequence(lambda: self.tensor_type(self.take("word")), ")")))
-        return self.tensor_type(self.take("word"))
+            return TupleType(tuple(self.sequence(self.tensor_type, ")")))
+        return self.tensor_type()
 
-    def tensor_type(self, word: str) -> TensorType:
+    def tensor_type(self) -> TensorType:
+        plain = self.accept("type")
+        if plain is not None:
+            return _plain(plain)
+        word = self.take("word")
         if word not in BY_NAME:
             self.fail("a type", self.at - 1)
         if BY_NAME[word] is OPAQUE:
@@ -460,28 +528,28 @@ class _Parser(Tokens):
         if self.accept("punct", "@"):
             name = self.string()
             if name not in self.literals:
-                line = self.tokens[self.at - 1][2]
-                raise InputError(f"no data given for constant {name!r}", where=f"line {line}", hint="pass it in `literals`")
+                where = self.where(self.tokens[self.at - 1][2])
+                raise InputError(f"no data given for constant {name!r}", where=where, hint="pass it in `literals`")
             return self.literals[name]
-        word = self.take("word")
-        if word in _WORDS:
-            return _WORDS[word]
-        if word in BY_NAME and self.peek() != ("punct", "[") and word != "opaque":
-            return BY_NAME[word]
-        t = self.tensor_type(word)
+        if kind == "word":
+            _, word, _ = self.tokens[self.at]
+            if word in _WORDS or (word in BY_NAME and self.after() != ("punct", "[") and word != "opaque"):
+                self.at += 1
+                return _WORDS[word] if word in _WORDS else BY_NAME[word]
+        t = self.tensor_type()
         return self.constant(t) if self.accept("punct", "{") else t
 
     def constant(self, t: TensorType) -> Literal:
-        line = self.tokens[self.at - 1][2]
+        place = self.tokens[self.at - 1][2]
         numbers = self.sequence(self.element, "}")
         if len(numbers) != t.elements:
-            self.refuse(f"{len(numbers)} elements given for {t}", line)
+            self.refuse(f"{len(numbers)} elements given for {t}", place)
         try:
             return Literal(t, literal(numbers, t.dtype).tensor().reshape(t.shape))
         except TilewrightError as error:
-            self.refuse(error.what, line)
+            self.refuse(error.what, place)
         except (TypeError, RuntimeError):  # no elements, and an extent that no tensor can have
-            self.refuse(f"no constant can be {t}", line)
+            self.refuse(f"no constant can be {t}", place)
 
     def element(self) -> int | float:
         return math.nan if self.accept("word", "nan") else self.number()

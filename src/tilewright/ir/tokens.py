@@ -13,8 +13,8 @@ class Tokens:
 
     def accept(self, kind: str, text: str | None = None) -> str | None:
         """Take the next token if it is of a kind, and has a text if one is given; gives its own text, else None."""
-        got = self.peek()
-        if got[0] != kind or text not in (None, got[1]):
+        got, found, _ = self.tokens[self.at]
+        if got != kind or (text is not None and text != found):
             return None
         self.at += 1
-        return got[1]
+        return found

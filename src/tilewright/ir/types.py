@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from tilewright.dtype import OPAQUE, DType
 from tilewright.errors import InputError, TypeMismatchError
-from tilewright.ir.dims import is_open, plain_index
+from tilewright.ir.extent import is_open, plain_index
 
 Shape = tuple[int, ...]
 
@@ -103,3 +103,25 @@ def no_numbers(name: str) -> InputError:
     return InputError(
         "it holds strings or other things than numbers, which no input here can", where=f"input {name!r}", hint=hint
     )
+
+
+def reshape_groups(before: Shape, after: Shape) -> list[tuple[list[int], list[int]]] | None:
+    """The smallest runs of axes with equal products on both sides of a reshape; None where an extent is zero."""
+    if 0 in before or 0 in after:
+        return None
+    groups: list[tuple[list[int], list[int]]] = []
+    i = j = 0
+    while i < len(before) or j < len(after):
+        old, new = [], []
+        while True:
+            p, q = math.prod(before[a] for a in old), math.prod(after[a] for a in new)
+            if p == q and (old or new):
+                break
+            if (p <= q and i < len(before)) or j >= len(after):
+                old.append(i)
+                i += 1
+            else:
+                new.append(j)
+                j += 1
+        groups.append((old, new))
+    return groups

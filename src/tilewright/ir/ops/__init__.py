@@ -1,6 +1,7 @@
 """Every operation of the graph. Importing this registers them all; an op is an attribute class (see `ir/graph.py`)."""
 
 from tilewright.ir.ops.attention import Attention
+from tilewright.ir.ops.collective import AllGather, AllReduce, AllToAll, Collective, Own, Place, ReduceScatter
 from tilewright.ir.ops.elementwise import Convert, Dequantize, Map, Overflow, Quantize, Select
 from tilewright.ir.ops.functions import FUNCTIONS
 from tilewright.ir.ops.gemm import Gemm, gemm
@@ -15,9 +16,13 @@ __all__ = [
     "FUNCTIONS",
     "VIEWS",
     "Acc",
+    "AllGather",
+    "AllReduce",
+    "AllToAll",
     "Attention",
     "Broadcast",
     "Call",
+    "Collective",
     "Concat",
     "Const",
     "Convert",
@@ -31,10 +36,13 @@ __all__ = [
     "LayerNorm",
     "Map",
     "Overflow",
+    "Own",
     "Pad",
     "Param",
+    "Place",
     "Quantize",
     "Reduce",
+    "ReduceScatter",
     "Reshape",
     "Select",
     "Slice",

@@ -11,6 +11,7 @@ import torch
 from tilewright.dtype import F32, F64, PRED
 from tilewright.errors import TypeMismatchError
 from tilewright.ir.evaluate import evaluate_nodes, float64_gemms
+from tilewright.ir.factor import Factor, aligned
 from tilewright.ir.graph import Node, Op, toposort
 from tilewright.ir.ops.rounding import to_float
 from tilewright.ir.ops.shape import broadcastable
@@ -28,6 +29,15 @@ DROWNED = -(2.0**100)
 def causal_shift(causal: Causal, queries: int, keys: int) -> int:
     """The last key that the first query sees, by the corner of the scores from which the triangle is drawn."""
     return keys - queries if causal == "lower" else 0
+
+
+def pairs_seen(causal: Causal, queries: int, keys: int) -> int:
+    """The number of pairs of a query and a key that causality leaves: a triangle, or one with a rectangle beside it."""
+    if causal == "no":
+        return queries * keys
+    if queries > keys:  # the last ones see every key, or the first ones none
+        return keys * (keys + 1) // 2 + (keys * (queries - keys) if causal == "upper" else 0)
+    return queries * (queries + 1) // 2 + (queries * (keys - queries) if causal == "lower" else 0)
 
 
 @dataclass(frozen=True)
@@ -109,6 +119,17 @@ class Attention(Op):
                 raise TypeMismatchError(f"{label} must stay {inner}, not become {root.type}", where="attention")
         types = tuple(s.tensor for s in self.stores) or (result,)
         return types[0] if len(types) == 1 else TupleType(types)
+
+    def factors(self, node: Node) -> tuple[Factor, ...]:
+        """Batches and heads of an attention over its sources as they are, and queries, unless it is causal."""
+        if self.regions():
+            return ()
+        q, k = node.src[0].tensor, node.src[1].tensor
+        scores = q.with_shape((*q.shape[:3], k.shape[2]))
+        masks = [[f.axes[0] for f in aligned(scores, [m.tensor])] for m in node.src[3:]]
+        batch, heads, queries = (tuple(m[axis] for m in masks) for axis in range(3))
+        found = [Factor((0, 0, 0, *batch), 0), Factor((1, 1, 1, *heads), 1)]
+        return (*found, Factor((2, None, None, *queries), 2)) if self.causal == "no" else tuple(found)
 
     def evaluate(self, node: Node, src: Sequence[torch.Tensor]) -> Value:
         result = self.result_type([s.tensor for s in node.src])

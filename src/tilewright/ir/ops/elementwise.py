@@ -11,6 +11,7 @@ import torch
 
 from tilewright.dtype import F64, PRED, DType
 from tilewright.errors import TypeMismatchError
+from tilewright.ir.factor import Factor, aligned
 from tilewright.ir.graph import Node, Op
 from tilewright.ir.ops.functions import FUNCTIONS, by_bits, evaluate_function, narrow_integer, result_dtype
 from tilewright.ir.ops.rounding import to_float
@@ -42,6 +43,9 @@ class Map(Op):
             raise TypeMismatchError(f"{self.fn} does not take {src[0].dtype}")
         return TensorType(result_dtype(f, src[0].dtype), broadcast_shapes(*(t.shape for t in src), where=self.fn))
 
+    def factors(self, node: Node) -> tuple[Factor, ...]:
+        return aligned(node.tensor, [s.tensor for s in node.src])
+
     def evaluate(self, node: Node, src: Sequence[torch.Tensor]) -> Value:
         return evaluate_function(FUNCTIONS[self.fn], node.src[0].dtype, list(src))
 
@@ -54,6 +58,9 @@ class Select(Op):
         if len(src) != 3 or src[0].dtype is not PRED or src[1].dtype is not src[2].dtype:
             raise TypeMismatchError(f"select takes pred and two operands of one type, not {', '.join(map(str, src))}")
         return TensorType(src[1].dtype, broadcast_shapes(*(t.shape for t in src), where="select"))
+
+    def factors(self, node: Node) -> tuple[Factor, ...]:
+        return aligned(node.tensor, [s.tensor for s in node.src])
 
     def evaluate(self, node: Node, src: Sequence[torch.Tensor]) -> Value:
         return by_bits(partial(torch.where, src[0]), src[1], src[2])
@@ -79,6 +86,9 @@ class Convert(Op):
         if self.dtype.kind == "opaque":
             raise TypeMismatchError(f"nothing converts to {self.dtype}")
         return x.with_dtype(self.dtype)
+
+    def factors(self, node: Node) -> tuple[Factor, ...]:
+        return aligned(node.tensor, [s.tensor for s in node.src])
 
     def evaluate(self, node: Node, src: Sequence[torch.Tensor]) -> Value:
         return convert_tensor(src[0], node.src[0].dtype, self.dtype, self.overflow)
@@ -143,6 +153,19 @@ def _check_scale(x: TensorType, scale: TensorType, zero_point: TensorType | None
             raise TypeMismatchError(f"{op}: {what} {t} does not give one value a {list(block)} block of {x}")
 
 
+def _scaled(node: Node, block: Shape | None) -> tuple[Factor, ...]:
+    """The factors of what scales: elementwise, or along an axis of whole blocks also an axis of the scales."""
+    if block is None:
+        return aligned(node.tensor, [s.tensor for s in node.src])
+    found: list[Factor] = []
+    for axis, (extent, size) in enumerate(zip(node.shape, block, strict=True)):
+        if extent % size == 0:
+            found.append(Factor((axis,) * len(node.src), axis))
+        elif size > extent:
+            found.append(Factor((axis, *(None for _ in node.src[1:])), axis))
+    return tuple(found)
+
+
 def expand_blocks(t: torch.Tensor, shape: Shape, block: Shape | None) -> torch.Tensor:
     """A scale or zero point given per block, repeated to the shape of what it scales; as it is when not blocked."""
     if block is None:
@@ -176,6 +199,9 @@ class Quantize(Op):
         if len(src) == 3 and src[2].dtype is not self.dtype:
             raise TypeMismatchError(f"quantize to {self.dtype} has a zero point of type {src[2].dtype}")
         return src[0].with_dtype(self.dtype)
+
+    def factors(self, node: Node) -> tuple[Factor, ...]:
+        return _scaled(node, self.block)
 
     def evaluate(self, node: Node, src: Sequence[torch.Tensor]) -> Value:
         compute = torch.float64 if node.src[0].dtype is F64 else torch.float32
@@ -218,6 +244,9 @@ class Dequantize(Op):
         if len(src) == 3 and src[2].dtype is not src[0].dtype:
             raise TypeMismatchError(f"dequantize of {src[0]} has a zero point of type {src[2].dtype}")
         return src[0].with_dtype(self.dtype)
+
+    def factors(self, node: Node) -> tuple[Factor, ...]:
+        return _scaled(node, self.block)
 
     def evaluate(self, node: Node, src: Sequence[torch.Tensor]) -> Value:
         compute = torch.float64 if self.dtype is F64 else torch.float32

@@ -17,12 +17,13 @@ import torch
 from tilewright.dtype import F64, DType
 from tilewright.errors import TypeMismatchError
 from tilewright.ir.evaluate import evaluate_nodes, float64_gemms
+from tilewright.ir.factor import Factor, aligned
 from tilewright.ir.graph import Node, Op, toposort
 from tilewright.ir.ops.elementwise import Convert, Overflow
 from tilewright.ir.ops.functions import as_s64, narrow_integer
 from tilewright.ir.ops.rounding import to_float
 from tilewright.ir.ops.source import Acc, Param
-from tilewright.ir.types import TensorType, TupleType, Type, broadcast_shapes
+from tilewright.ir.types import Shape, TensorType, TupleType, Type, broadcast_shapes
 
 if TYPE_CHECKING:
     from tilewright.ir.graph import Value
@@ -81,6 +82,21 @@ class Gemm(Op):
                 raise TypeMismatchError("an operand of a gemm reads its own accumulator")
         types = tuple(s.tensor for s in self.stores)
         return types[0] if len(types) == 1 else TupleType(types)
+
+    def factors(self, node: Node) -> tuple[Factor, ...]:
+        """Batch axes, M, N and K of a product of two sources as they are, which is stored as it is; none of any other."""
+        acc = self.acc_type
+        plain = (Node(Param(0, self.lhs.tensor)), Node(Param(1, self.rhs.tensor)), (Node(Acc(acc)),))
+        if (self.lhs, self.rhs, self.stores) != plain:
+            return ()
+        a, b = self.lhs.tensor, self.rhs.tensor
+        batch = aligned(acc, [a, b])[: acc.rank - 2]
+        rows, columns = Factor((a.rank - 2, None), acc.rank - 2), Factor((None, b.rank - 1), acc.rank - 1)
+        return (*batch, rows, columns, Factor((a.rank - 1, b.rank - 2), None))
+
+    def of_part(self, node: Node, shape: Shape, src: Sequence[TensorType]) -> Op:
+        lhs, rhs = (Node(Param(i, t)) for i, t in enumerate(src))
+        return Gemm(self.acc_dtype, lhs, rhs, (Node(Acc(TensorType(self.acc_dtype, shape))),))
 
     def evaluate(self, node: Node, src: Sequence[torch.Tensor]) -> Value:
         bound: dict[Node, Value] = {}

@@ -11,6 +11,7 @@ import torch
 
 from tilewright.dtype import F64, PRED, U64, DType
 from tilewright.errors import TypeMismatchError
+from tilewright.ir.factor import Factor, aligned
 from tilewright.ir.graph import Node, Op
 from tilewright.ir.ops.functions import as_s64, narrow_integer
 from tilewright.ir.ops.integers import in_order_u64
@@ -49,6 +50,16 @@ class Reduce(Op):
         if (self.fn in ("and", "or") and x.dtype.is_float) or (self.fn == "mean" and not x.dtype.is_float):
             raise TypeMismatchError(f"reduce {self.fn} does not take {x.dtype}")
         return x.with_shape(reduced_shape(x.shape, self.axes, self.keepdims))
+
+    def factors(self, node: Node) -> tuple[Factor, ...]:
+        found: list[Factor] = []
+        for axis in range(len(node.src[0].shape)):
+            if axis not in self.axes:
+                gone = 0 if self.keepdims else sum(a < axis for a in self.axes)
+                found.append(Factor((axis,), axis - gone))
+            elif self.fn != "mean":
+                found.append(Factor((axis,), None, self.fn))
+        return tuple(found)
 
     def evaluate(self, node: Node, src: Sequence[torch.Tensor]) -> Value:
         x, d = src[0], node.dtype
@@ -111,6 +122,10 @@ class Softmax(Op):
             raise TypeMismatchError(f"softmax does not take {x.dtype}")
         return x
 
+    def factors(self, node: Node) -> tuple[Factor, ...]:
+        own = self.axis % len(node.shape)
+        return tuple(Factor((axis,), axis) for axis in range(len(node.shape)) if axis != own)
+
     def evaluate(self, node: Node, src: Sequence[torch.Tensor]) -> Value:
         f = torch.log_softmax if self.log else torch.softmax
         return to_float(f(src[0].to(_compute(node.dtype)), self.axis), node.dtype)
@@ -139,6 +154,10 @@ class LayerNorm(Op):
             if t.dtype is not x.dtype or not broadcastable(t.shape, x.shape):
                 raise TypeMismatchError(f"layer_norm of {x} cannot take a scale or bias {t}")
         return x
+
+    def factors(self, node: Node) -> tuple[Factor, ...]:
+        own = self.axis % len(node.shape)
+        return aligned(node.tensor, [s.tensor for s in node.src])[:own]
 
     def evaluate(self, node: Node, src: Sequence[torch.Tensor]) -> Value:
         x = src[0].to(_compute(node.dtype))

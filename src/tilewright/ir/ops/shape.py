@@ -11,10 +11,11 @@ import torch
 
 from tilewright.dtype import DType
 from tilewright.errors import TypeMismatchError
+from tilewright.ir.factor import Factor, aligned
 from tilewright.ir.graph import Node, Op
 from tilewright.ir.ops.functions import by_bits, narrow_integer
 from tilewright.ir.ops.rounding import to_float
-from tilewright.ir.types import Shape, TensorType, Type, broadcast_shapes, normalize_axis
+from tilewright.ir.types import Shape, TensorType, Type, broadcast_shapes, normalize_axis, reshape_groups
 
 if TYPE_CHECKING:
     from tilewright.ir.graph import Value
@@ -34,6 +35,18 @@ class Reshape(Op):
             raise TypeMismatchError(f"{x} cannot be reshaped to {list(self.shape)}")
         return x.with_shape(self.shape)
 
+    def factors(self, node: Node) -> tuple[Factor, ...]:
+        before, after = node.src[0].shape, node.shape
+        found: list[Factor] = []
+        for old, new in reshape_groups(before, after) or ():  # a run of axes is cut at its outermost one alone
+            outer = [next((a for a in axes if shape[a] != 1), None) for axes, shape in ((old, before), (new, after))]
+            if outer[0] is not None and outer[1] is not None:
+                found.append(Factor((outer[0],), outer[1]))
+        return tuple(found)
+
+    def of_part(self, node: Node, shape: Shape, src: Sequence[TensorType]) -> Op:
+        return Reshape(shape)
+
     def evaluate(self, node: Node, src: Sequence[torch.Tensor]) -> Value:
         return src[0].reshape(self.shape)
 
@@ -51,6 +64,9 @@ class Transpose(Op):
         if sorted(self.perm) != list(range(x.rank)):
             raise TypeMismatchError(f"{list(self.perm)} is no permutation of the axes of {x}")
         return x.with_shape(x.shape[p] for p in self.perm)
+
+    def factors(self, node: Node) -> tuple[Factor, ...]:
+        return tuple(Factor((p,), axis) for axis, p in enumerate(self.perm))
 
     def evaluate(self, node: Node, src: Sequence[torch.Tensor]) -> Value:
         return src[0].permute(self.perm)
@@ -74,6 +90,16 @@ class Slice(Op):
             if not 0 <= lo <= hi <= d or by < 1:
                 raise TypeMismatchError(f"slice [{lo}:{hi}:{by}] does not lie in an axis of {d}", where=f"slice of {x}")
         return x.with_shape(-(-(hi - lo) // by) for lo, hi, by in zip(self.start, self.stop, self.step, strict=True))
+
+    def factors(self, node: Node) -> tuple[Factor, ...]:
+        cut = zip(self.start, self.stop, self.step, node.src[0].shape, strict=True)
+        return tuple(Factor((axis,), axis) for axis, c in enumerate(cut) if c == (0, c[3], 1, c[3]))
+
+    def of_part(self, node: Node, shape: Shape, src: Sequence[TensorType]) -> Op:
+        whole = [f.result for f in self.factors(node)]
+        return Slice(
+            self.start, tuple(d if a in whole else s for a, (d, s) in enumerate(zip(shape, self.stop, strict=True))), self.step
+        )
 
     def evaluate(self, node: Node, src: Sequence[torch.Tensor]) -> Value:
         index = tuple(slice(lo, hi, by) for lo, hi, by in zip(self.start, self.stop, self.step, strict=True))
@@ -107,6 +133,10 @@ class Pad(Op):
     def _extent(self, d: int, axis: int) -> int:
         return self.low[axis] + self.high[axis] + d + max(d - 1, 0) * self.interior[axis]
 
+    def factors(self, node: Node) -> tuple[Factor, ...]:
+        edges = zip(self.low, self.high, self.interior, strict=True)
+        return tuple(Factor((axis, None), axis) for axis, e in enumerate(edges) if e == (0, 0, 0))
+
     def evaluate(self, node: Node, src: Sequence[torch.Tensor]) -> Value:
         x, value = src
         return by_bits(lambda a, v: self._padded(a, v, node.shape), x, value.reshape(()))
@@ -138,6 +168,10 @@ class Concat(Op):
         total = sum(t.shape[axis] for t in src)
         return src[0].with_shape((*src[0].shape[:axis], total, *src[0].shape[axis + 1 :]))
 
+    def factors(self, node: Node) -> tuple[Factor, ...]:
+        joined = self.axis % len(node.shape)
+        return tuple(Factor((axis,) * len(node.src), axis) for axis in range(len(node.shape)) if axis != joined)
+
     def evaluate(self, node: Node, src: Sequence[torch.Tensor]) -> Value:
         return by_bits(lambda *t: torch.cat(t, self.axis), *src)
 
@@ -163,6 +197,10 @@ class Write(Op):
             raise TypeMismatchError(f"write of {y} to {positions.elements} positions of axis {axis} of {x}")
         return x
 
+    def factors(self, node: Node) -> tuple[Factor, ...]:
+        written = self.axis % len(node.shape)
+        return tuple(Factor((axis, None, axis), axis) for axis in range(len(node.shape)) if axis != written)
+
     def evaluate(self, node: Node, src: Sequence[torch.Tensor]) -> Value:
         x, positions, y = src
         index = positions.to(torch.int64)
@@ -183,6 +221,12 @@ class Broadcast(Op):
         if broadcast_shapes(x.shape, self.shape, where="broadcast") != self.shape:
             raise TypeMismatchError(f"{x} does not broadcast to {list(self.shape)}")
         return x.with_shape(self.shape)
+
+    def factors(self, node: Node) -> tuple[Factor, ...]:
+        return aligned(node.tensor, [node.src[0].tensor])
+
+    def of_part(self, node: Node, shape: Shape, src: Sequence[TensorType]) -> Op:
+        return Broadcast(shape)
 
     def evaluate(self, node: Node, src: Sequence[torch.Tensor]) -> Value:
         return src[0].expand(self.shape)
@@ -213,6 +257,15 @@ class Gather(Op):
         if index.rank != x.rank or any(i > d for a, (i, d) in enumerate(zip(index.shape, x.shape, strict=True)) if a != axis):
             raise TypeMismatchError(f"elementwise gather from {x} with indices {index}")
         return x.with_shape(index.shape)
+
+    def factors(self, node: Node) -> tuple[Factor, ...]:
+        x, index = node.src
+        axis = self.axis % len(x.shape)
+        if self.elementwise:
+            same = (a for a, (d, i) in enumerate(zip(x.shape, index.shape, strict=True)) if d == i and a != axis)
+            return tuple(Factor((a, a), a) for a in same)
+        kept = [Factor((a, None), a if a < axis else a + len(index.shape) - 1) for a in range(len(x.shape)) if a != axis]
+        return (*kept, *(Factor((None, a), axis + a) for a in range(len(index.shape))))
 
     def evaluate(self, node: Node, src: Sequence[torch.Tensor]) -> Value:
         x, index = src

@@ -66,7 +66,7 @@ class Const(Op):
 class Extents(Op):
     """Extents as numbers that a program computes with: s64, one each, or the only one without an axis.
 
-    Some are open (`ir/dims.py`), else this is a constant: `build.extents` makes either.
+    Some are open (`ir/extent.py`), else this is a constant: `build.extents` makes either.
     """
 
     arity: ClassVar[int | None] = 0
