@@ -63,7 +63,7 @@ def test_a_triton_gemm_of_another_package_is_explained_and_a_planted_mistake_is_
     program = """
 import tilewright
 from tilewright.ir.notation import parse
-print(tilewright.compile(parse("f32[37,65] @ f32[65,29] + bias, relu"), budget_s=30).explain())
+print(tilewright.compile(parse("f32[37,65] @ f32[65,29] + bias, relu"), budget_s=30).explain(everything=True))
 """
     out, _ = run(program, tmp_path, TRITON_INTERPRET="1", TILEWRIGHT_WORKER="1", TILEWRIGHT_CACHE=str(tmp_path), COLUMNS="200")
     said = " ".join(out.split())
@@ -75,7 +75,7 @@ print(tilewright.compile(parse("f32[37,65] @ f32[65,29] + bias, relu"), budget_s
 
 @needs_triton
 def test_the_example_compiles_for_hopper_without_a_device():
-    """In its own process: the interpreter of other tests takes the place of the compiler."""
+    """A process of its own compiles it: in this one, the interpreter of other tests takes the place of the compiler."""
     program = """
 import sys
 sys.path.insert(0, "examples/plug_in")
@@ -103,7 +103,7 @@ def test_one_is_chosen_where_it_comes_first_and_not_where_it_is_switched_off(tmp
 
 
 def test_kept_choices_hold_for_the_plug_ins_that_were_there(tmp_path):
-    """What was chosen without one is not read back with it, nor the other way round, nor after its code or version changed."""
+    """Choices made without one are not read back with it, nor the other way round, nor after its code or version changed."""
     program = COMPILED.format(budget_s=0) + "print(p.steps[0].decision.rejected[0].why if p.steps[0].decision.rejected else '')"
     kept, folder = {"TILEWRIGHT_CACHE": str(tmp_path / "cache")}, tmp_path / "site"
     (tmp_path / "cache").mkdir()
@@ -201,13 +201,13 @@ def test_a_plan_that_breaks_later_stops_nothing(tmp_path):
         files[f"{name}.py"] = re.sub("return FixedPlan.*", PLAN.format(schedules=schedules, build=build), text)
     install(tmp_path, "odd-plans", files, {CANDIDATES: {name: name for name in ODD}})
     program = (
-        COMPILED.format(budget_s=20)
+        COMPILED.format(budget_s=2)
         + """
 print([str(r) + ": " + r.why for r in p.steps[0].decision.rejected], len(str(p.explain())))
 from tilewright.frontends import LoadOptions
 module = torch.nn.Linear(16, 24).eval()
 load = lambda rows: tilewright.load(module, LoadOptions(example_inputs=(torch.empty(rows, 16),)))
-p, x = tilewright.compile_rows(load, last=4, budget_s=1), torch.randn(3, 16)
+p, x = tilewright.compile_rows(load, last=4, budget_s=0.2), torch.randn(3, 16)
 torch.testing.assert_close(p(x), module(x), rtol=1e-4, atol=1e-5)
 """
     )
@@ -264,7 +264,8 @@ def test_metadata_that_cannot_be_read_stops_nothing(tmp_path):
 )
 def test_one_that_does_not_come_back_costs_itself_alone(tmp_path, before, why):
     one_product(tmp_path, before=before)
-    program = COMPILED.format(budget_s=20) + "print(*p.steps[0].decision.rejected)\nprint(p.explain())"
+    program = "from tilewright.schedule import worker\nworker.LIMIT_S = 1.0\n" + COMPILED.format(budget_s=8)
+    program += "print(*p.steps[0].decision.rejected)\nprint(p.explain())"
     out, _ = run(program, tmp_path, TILEWRIGHT_CACHE=str(tmp_path), TILEWRIGHT_WORKER="1", COLUMNS="200")
     assert "chosen: llvm" in out or "chosen: aten" in out
     assert re.search(rf"torch_product \(way=0\): {why}", " ".join(out.split()))
@@ -306,6 +307,79 @@ print([s.rule for s in p.trace.steps])
 """
     out, err = run(program, tmp_path, TILEWRIGHT_CACHE=str(tmp_path))
     assert "drop_second_relu_of_mine" in out and "plug-in" not in err
+
+
+EXPLAINED = """
+import sys
+from tilewright.cli.verbs import main
+from tilewright.runtime import programs
+programs.LEAST_BYTES = 0
+sys.argv = {words}
+main()
+"""
+BEHIND_PRODUCTS = """HloModule behind
+ENTRY main {
+  a = s8[8,16] parameter(0)
+  b = s8[16,16] parameter(1)
+  first = s32[8,16] dot(a, b), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+  narrow = s8[8,16] convert(first)
+  second = s32[8,16] dot(narrow, b), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+  wide = f32[8,16] convert(second)
+  other = s32[8,16] negate(second)
+  ROOT all = (f32[8,16], s32[8,16]) tuple(wide, other)
+}
+"""
+
+
+def how_to_rule():
+    """The rule of docs/how-to/add-a-kernel-or-rule.md, as a reader copies it into a module."""
+    page = (ROOT / "docs/how-to/add-a-kernel-or-rule.md").read_text()
+    code, _ = page.partition("## A rule")[2].partition("```python\n")[2].split("trace = Trace()")
+    return code
+
+
+def test_the_rule_of_the_how_to_keeps_casts_out_of_products_with_a_warm_cache(tmp_path):
+    program = tmp_path / "behind.hlo"
+    program.write_text(BEHIND_PRODUCTS)
+
+    def explained(*words):
+        code = EXPLAINED.format(words=["tilewright", "explain", str(program), "--budget", "0", *words])
+        return run(code, tmp_path, TILEWRIGHT_CACHE=str(tmp_path), COLUMNS="300")[0]
+
+    def sentences(text):
+        return set(re.findall(r"convert (\w+)[^:\n]*: keep casts of products: an example that changes nothing", text))
+
+    before = explained()
+    assert re.search("Folded +convert to s8", before) and "Not folded" not in before
+    assert len([*tmp_path.glob("programs/*.twp")]) == 1  # it is read back where the key is the same
+    info = install(tmp_path, "my-rules", {"my_rules.py": how_to_rule()}, {RULES: {"mine": "my_rules"}})
+    for warm in (explained(), explained()):
+        assert "Not folded" in warm and sentences(warm) == {"narrow", "wide"}, warm
+        assert not re.search("Folded +convert", warm)
+    assert len([*tmp_path.glob("programs/*.twp")]) == 2
+    assert "keep casts of products: an example that changes nothing" in explained("--json")
+    (tmp_path / "my_rules.py").write_text(how_to_rule().replace("changes nothing", "says more"))
+    assert "keep casts of products: an example that says more" in explained()
+    (info / "entry_points.txt").unlink()
+    again = explained()
+    assert re.search("Folded +convert to s8", again) and "keep casts" not in again
+
+
+def test_what_a_rule_of_another_package_refuses_is_the_same_program(tmp_path):
+    install(tmp_path, "my-rules", {"my_rules.py": how_to_rule()}, {RULES: {"mine": "my_rules"}})
+    program = f"""
+import torch, tilewright
+graph = tilewright.load({BEHIND_PRODUCTS!r})
+p = tilewright.compile(graph, budget_s=0)
+a, b = (torch.randint(-128, 128, s, dtype=torch.int8) for s in ((8, 16), (16, 16)))
+second = (a.int() @ b.int()).to(torch.int8).int() @ b.int()
+wide, other = p(a, b)
+assert torch.equal(wide, second.float()) and torch.equal(other, -second)
+print(sorted(n.op.name for n in p.graph.nodes()), [(m.rule, m.held) for m in p.trace.near_misses if m.held])
+"""
+    out, err = run(program, tmp_path, TILEWRIGHT_CACHE=str(tmp_path))
+    assert "'convert', 'convert'" in out and "'call'" not in out and not err
+    assert out.count("('keep_casts_of_products', True)") == 2
 
 
 def test_a_broken_rule_is_left_out_with_its_package_and_error_named(tmp_path):

@@ -112,8 +112,8 @@ def said(package: str) -> str:
 
 @cache
 def _digests() -> dict[str, str]:
-    """By package its name, its version and a digest of: its entry points, all files of the modules that these name, and the
-    versions of the packages that it says it needs."""
+    """Find each package's version and a digest of: its entry points, all files of the modules that these name, and the versions
+    of the packages that it says it needs."""
     found: dict[str, str] = {}
     for package in dict.fromkeys(p.package for p in plug_ins()):
         own = [p for p in plug_ins() if p.package == package]

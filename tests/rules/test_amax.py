@@ -73,6 +73,7 @@ def test_the_largest_is_a_store(name):
     assert traffic(after) < traffic(before)
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize("name", BESIDE)
 @pytest.mark.parametrize("special", [None, float("nan"), -float("inf")], ids=str)
 def test_kernels_find_it(name, special):

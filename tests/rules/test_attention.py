@@ -11,11 +11,14 @@ import pytest
 import torch
 from rule_checks import arithmetic, assert_close, assert_no_growth, assert_order_is_free, graph_of, refusals, staged
 
+from tilewright.compiler import optimise
 from tilewright.dtype import BF16, F8E4M3FN, F16, F32, F64, PRED, S8, S32, U8, DType
+from tilewright.hardware.detect import detect
 from tilewright.ir.build import broadcast, const, convert, input_, map_, reduce_, reshape, swap_last, transpose
 from tilewright.ir.evaluate import evaluate
 from tilewright.ir.graph import Graph, Node
 from tilewright.ir.ops import Attention, Dequantize, Iota, Quantize, Select, Softmax, gemm
+from tilewright.runtime.partition import parts_for
 
 RULE = "softmax_between_two_products_is_attention"
 B, H, S, T, D, V = 2, 4, 6, 10, 8, 12
@@ -264,6 +267,37 @@ def test_added_causal_masks(fill: float):
         assert found.op == Attention(0.25, "upper") and found.src == (q, k, v)
 
 
+def alibi(keys: int) -> Node:
+    """A slope for each head times the key's position, f32 [1, H, 1, keys], as in Bloom (arXiv 2108.12409)."""
+    slopes = const(torch.tensor([0.5, 0.25, 0.125, 0.0625]).reshape(1, H, 1, 1), F32)
+    return op("multiply", slopes, convert(Node(Iota(S32, (1, 1, 1, keys), 3)), F32))
+
+
+@pytest.mark.parametrize("fill", [-math.inf, -3.4028234663852886e38])
+@pytest.mark.parametrize("first", ["bias", "mask"])
+@pytest.mark.parametrize(("offset", "kind"), [(0, "upper"), (T - S, "lower")])
+def test_a_causal_mask_added_beside_a_constant_bias_is_causality(fill: float, first: str, offset: int, kind: str):
+    q, k, v = qkv()
+    bias, mask = alibi(T), where(causal(S, T, offset), 0.0, fill)
+    terms = (bias, mask) if first == "bias" else (mask, bias)
+    found = check(Plain(lambda s: op("add", op("add", op("multiply", s, 0.25), terms[0]), terms[1]))(q, k, v))
+    assert attributes(found).causal == kind and found.src == (q, k, v, bias)
+
+
+@pytest.mark.parametrize("kind", ["an input", "large", "infinite", "NaN", "rows that see nothing"])
+def test_a_causal_mask_that_drowns_stays_one_beside(kind: str):
+    queries, keys = (T, S) if kind == "rows that see nothing" else (S, T)
+    q, k, v = (input_(n, F32, (B, H, t, D)) for n, t in (("q", queries), ("k", keys), ("v", keys)))
+    offset = min(keys - queries, 0)
+    number = {"large": -1e30, "infinite": -math.inf, "NaN": math.nan}.get(kind)
+    bias = alibi(keys) if number is None else const(torch.tensor([1.0, number] + [0.0] * (keys - 2)), F32)
+    bias = input_("bias", F32, (keys,)) if kind == "an input" else bias
+    mask = where(causal(queries, keys, offset), 0.0, LEAST)
+    graph = graph_of(Plain(lambda s: op("add", op("add", s, bias), mask))(q, k, v))
+    found = attention_of(staged(graph, "recognise"))
+    assert attributes(found).causal == "no" and len(found.src) == 4
+
+
 def test_square_causal_masks_are_upper():
     q, k, v = (input_(n, F32, (B, H, S, D)) for n in "qkv")
     found = check(Plain(lambda s: where(causal(S, S), s, -math.inf))(q, k, v))
@@ -338,7 +372,7 @@ def test_a_mask_that_drowns_scores_is_truth_values(shape: tuple[int, ...], kind:
 
 
 def test_padding_before_the_first_key_leaves_rows_of_a_causal_model_equal_weights_for_all_keys():
-    """As transformers masks a decoder: what is hidden by padding or causality has the least number added."""
+    """Transformers masks a decoder so: what is hidden by padding or causality has the least number added."""
     keep, (q, k, v) = input_("keep", PRED, (B, 1, 1, T)), qkv()
     mask = where(op("and", causal(S, T), keep), const(0.0, F32), LEAST)
     out = Plain(lambda s: op("add", s, mask))(q, k, v)
@@ -440,7 +474,7 @@ def test_what_is_causal_among_masks_is_causality():
 
 @pytest.mark.parametrize(("queries", "keys", "kind"), [(7, 7, "upper"), (3, 10, "lower"), (9, 4, "upper"), (1, 5, "upper")])
 def test_causality_written_out_for_every_batch_and_head(queries: int, keys: int, kind: str):
-    """As one predicate, positions read from a table for each batch: transformers' own masks."""
+    """Transformers' own masks are so: one predicate, positions read from a table for each batch."""
     q, k, v = (input_(n, F32, (B, H, t, D)) for n, t in (("q", queries), ("k", keys), ("v", keys)))
     at = {n: Node(Iota(S32, (B, 1, *shape), axis)) for n, axis, shape in (("q", 2, (queries, 1)), ("k", 3, (1, keys)))}
     shift = keys - queries if kind == "lower" else 0
@@ -593,6 +627,59 @@ def test_quantised_key_is_rearranged_beside_what_makes_it():
     key = found.src[1]
     assert key.op.name == "dequantize" and key.src[0].op.name == "quantize"
     assert key.shape == (B, H, T, D)
+
+
+@pytest.mark.parametrize("kind", ["shown", "hidden", "placed"])
+def test_a_mask_that_drowns_scores_in_codes_is_truth_values(kind: str):
+    """The mask of a quantised BERT, which no step has to make any more."""
+    keep, (q, k, v) = input_("keep", PRED, (B, 1, 1, T)), qkv()
+
+    def masked(s: Node) -> Node:
+        scaled = codes(op("multiply", s, 0.25), 0.03, S8)
+        if kind == "placed":
+            return where(broadcast(keep, s.shape), scaled, -1e30)
+        mask = where(op("not", keep), LEAST, const(0.0, F32)) if kind == "hidden" else where(keep, const(0.0, F32), LEAST)
+        return op("add", scaled, mask)
+
+    out = Plain(masked, lambda w: codes(w, 0.004, U8, 0))(q, k, v)
+    found = check(out, orders=2)
+    held = attributes(found)
+    assert held.equal_masked_rows and held.scores is not None and held.weights is not None
+    assert found.src[:3] == (q, k, v) and found.src[3].dtype is PRED
+    seen = torch.rand(keep.shape, generator=torch.Generator().manual_seed(1)) > 0.5
+    seen[0] = False
+    before, after = graph_of(out), staged(graph_of(out), "recognise")
+    feeds = {n: torch.randn(x.shape, generator=torch.Generator().manual_seed(2)) for n, x in zip("qkv", (q, k, v), strict=True)}
+    (a,), (b,) = (evaluate(g, {**feeds, "keep": seen}) for g in (before, after))
+    assert torch.equal(a, b) or torch.allclose(a, b, atol=1e-6)
+    assert [p.kind for p in parts_for(optimise(before), detect("cpu"))] == ["attention"]
+
+
+def test_causality_of_scores_in_codes():
+    q, k, v = qkv()
+    out = Plain(lambda s: where(causal(S, T), codes(op("multiply", s, 0.25), 0.03, S8), -math.inf))(q, k, v)
+    found = check(out, orders=2)
+    assert attributes(found).causal == "upper" and attributes(found).scores is not None and found.src == (q, k, v)
+
+
+def test_heads_repeated_for_groups_of_scores_in_codes():
+    q, k, v = qkv(kv_heads=2)
+
+    def twice(n: Node) -> Node:
+        b, h, t, d = n.shape
+        return reshape(broadcast(reshape(n, (b, h, 1, t, d)), (b, h, 2, t, d)), (b, 2 * h, t, d))
+
+    found = check(Plain(lambda s: codes(op("multiply", s, 0.25), 0.03, S8))(q, twice(k), twice(v)), orders=2)
+    assert found.src == (q, k, v) and attributes(found).scores is not None
+
+
+def test_a_mask_beside_a_scale_that_is_no_number_stays_as_it_is():
+    """Its scores read a source of their own, so that operands are expressions."""
+    keep, scale, (q, k, v) = input_("keep", PRED, (B, 1, 1, T)), input_("scale", F32, (B, H, S, T)), qkv()
+    mask = where(keep, const(0.0, F32), LEAST)
+    out = Plain(lambda s: op("add", codes(op("multiply", s, scale), 0.03, S8), mask))(q, k, v)
+    found = check(out, orders=2)
+    assert attributes(found).operands and not attributes(found).equal_masked_rows
 
 
 def test_codes_read_elsewhere_are_not_rearranged():

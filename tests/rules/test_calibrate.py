@@ -1,18 +1,23 @@
 """Quantising a float model: which scales it gets, what it loses, what stays in float; and that what is written folds."""
 
+import math
+
 import pytest
 import torch
 from rule_checks import arithmetic, assert_close, gemms, graph_of, kinds, results
 
+from tilewright import threads
 from tilewright.compiler import optimise
 from tilewright.dtype import BF16, F8E4M3FN, F16, F32, S4, S8, S32
 from tilewright.errors import InputError
+from tilewright.hardware import load
 from tilewright.ir.build import const, input_, map_, reshape, swap_last, transpose
 from tilewright.ir.evaluate import evaluate, evaluate_nodes
 from tilewright.ir.graph import Node
-from tilewright.ir.literal import Literal
+from tilewright.ir.literal import Literal, bits_of
 from tilewright.ir.ops import Attention, Const, Dequantize, Gather, Quantize, gemm
 from tilewright.ir.types import TensorType
+from tilewright.rules import calibrate as calibrate_module
 from tilewright.rules.calibrate import SMALLEST_SCALE, calibrate, left_in_float, quantizable, quantize, scheme
 from tilewright.schedule.problem import problem_of
 
@@ -222,6 +227,34 @@ def test_calibration_runs_on_a_device_and_on_the_cpu_where_that_cannot(monkeypat
     assert asked == ["cpu:0"] * len(BATCHES) + ["cuda", "cpu"] * len(BATCHES)
 
 
+def test_torch_has_the_free_cores_alone(monkeypatch):
+    """Each operation of the model would wait for threads whose cores other processes have."""
+    monkeypatch.setattr(load, "free_cores", lambda: 1)
+    before, counts = torch.get_num_threads(), []
+    torch.set_num_threads(2)
+    try:
+        for name in ("evaluate", "evaluate_nodes"):
+            run = getattr(calibrate_module, name)
+            how = lambda *given, run=run, **k: counts.append((torch.get_num_threads(), threads.count())) or run(*given, **k)  # noqa: E731
+            monkeypatch.setattr(calibrate_module, name, how)
+        quantize(MODEL, scheme("int8"), calibrate(MODEL, BATCHES))
+        assert set(counts) == {(1, 2)} and len(counts) > len(BATCHES) and torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_past_its_time_a_loss_is_computed_from_few_rows():
+    many = calibrate(graph_of(gemm(input_("x", F32, (100, K)), const(W1))), [{"x": torch.randn(100, K, generator=G)}])
+    (node,) = many.seen
+    model = graph_of(node)
+    (whole,), (late,) = (quantize(model, scheme("int8"), many, until=until)[1] for until in (math.inf, -math.inf))
+    exact = many.seen[node].rows[::6][:16]
+    assert late.error != whole.error == pytest.approx(late.error, rel=0.3) and late.scale == whole.scale
+    many.seen[node].rows = exact
+    assert quantize(model, scheme("int8"), many)[1][0].error == late.error
+    assert math.isfinite(quantize(MODEL, scheme("int8"), SEEN, until=-math.inf)[1][0].error)
+
+
 @pytest.mark.parametrize("name", ["w4", "w8"])
 def test_small_weights_of_16_bits_keep_their_codes(name):
     x = input_("x", F16, (4, 64))
@@ -281,3 +314,15 @@ def test_data_that_are_0_tell_no_scale_and_that_is_said(name, rows, stays, monke
         )
     else:
         assert not caplog.messages
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("name", ["int8", "fp8", "w8", "w4"])
+def test_weights_become_the_same_codes_and_scales_on_every_device(name):
+    here, there = (quantize(MODEL, scheme(name), SEEN, device=device) for device in ("cpu", "cuda"))
+    ours, theirs = ([n.op.data.tensor() for n in g.nodes() if isinstance(n.op, Const)] for g, _ in (here, there))
+    assert len(ours) == len(theirs) > 2 and all(t.device.type == "cpu" for t in theirs)
+    assert all(torch.equal(bits_of(a), bits_of(b)) for a, b in zip(ours, theirs, strict=True))
+    for a, b in zip(here[1], there[1], strict=True):
+        assert b.error == pytest.approx(a.error, rel=1e-6) and b.weight_scales == a.weight_scales

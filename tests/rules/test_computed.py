@@ -1,4 +1,4 @@
-"""What is computed before a product is computed where the product reads it, and nothing twice."""
+"""Operands that are computed before a product: computed where the product reads them, and nothing twice."""
 
 import pytest
 import torch
@@ -106,7 +106,7 @@ def test_both_operands_and_a_batch():
 
 
 def test_gate_and_product_computed_from_another_product():
-    """What a product's own store can do stays there; what it cannot is done where it is read."""
+    """Operations that a product's own store can do stay there; the others are done where its result is read."""
     h = gemm(input_("a", F32, (M, 5)), input_("w", F32, (5, K)))
     after = optimise(graph_of(gemm(map_("relu", h), input_("b", F32, (K, N)))))
     first, second = gemms(after)

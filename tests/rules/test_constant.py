@@ -1,4 +1,4 @@
-"""What is known before the program runs: folding numbers, dropping neutral operands, reading a node's number."""
+"""Constants, known before the program runs: folding numbers, dropping neutral operands, reading a node's number."""
 
 from __future__ import annotations
 
@@ -149,7 +149,7 @@ def test_operands_that_change_nothing_are_dropped(fn: str, dtype: DType, number:
 
 
 def test_a_mask_that_hides_nothing_is_dropped():
-    """As exported models spell it: a constant that is true everywhere, or positions that are none below zero."""
+    """Exported models spell it so: a constant that is true everywhere, or positions that are none below zero."""
     seen = input_("m", PRED, (2, 1, 1, 8))
     positions = reshape(Node(Iota(S64, (8,), 0)), (1, 1, 8, 1))
     nothing = [const(torch.ones(1, 1, 8, 1, dtype=torch.bool)), map_("greater_equal", positions, const(0, S64))]

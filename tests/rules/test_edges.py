@@ -1,4 +1,4 @@
-"""What rules must not change at the edges: results that saturate, rows that see nothing, numbers that are none."""
+"""Edges that rules must not change: results that saturate, rows that see nothing, numbers that are none."""
 
 from __future__ import annotations
 

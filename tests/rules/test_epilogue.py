@@ -1,4 +1,4 @@
-"""What follows a product moves into its store: any elementwise tail in any order, and views; not what others read."""
+"""Epilogues: any elementwise tail in any order, and views, move into the store of the product; not what others read."""
 
 import itertools
 

@@ -52,6 +52,7 @@ def on_codes(before, narrow=8):
 ZEROS = {"none": None, "tensor": (), "channel": "channel"}
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize("wide", [S16, S32, U32, S64])
 @pytest.mark.parametrize("constant", [False, True])
 @pytest.mark.parametrize(("za", "zb"), [("none", "none"), ("tensor", "none"), ("none", "channel"), ("channel", "tensor")])

@@ -69,7 +69,7 @@ A, B, BIAS = input_("a", F16, (5, 32)), input_("b", F16, (32, 7)), input_("bias"
 
 
 def _layer(fn="tanh"):
-    """As torch writes a linear layer in f16 whose activation is taken in f32."""
+    """A linear layer in f16 whose activation is taken in f32, as torch writes it."""
     y = map_("add", gemm(A, B, out_dtype=F16), BIAS)
     return convert(map_(fn, convert(y, F32)), F16)
 
@@ -156,7 +156,7 @@ def test_roundings_that_are_meant_stay(name):
 
 
 def test_an_infinity_past_the_largest_f16_becomes_the_number_that_it_was():
-    """What the docstring owns up to."""
+    """The rule's docstring owns up to this."""
     y = convert(convert(gemm(input_("a", F32, (1, 2)), input_("b", F32, (2, 1))), F16), F32)
     _, plain, more = _settled(map_("negate", y))
     feeds = {"a": torch.full((1, 2), 300.0), "b": torch.full((2, 1), 300.0)}

@@ -70,6 +70,7 @@ def on_codes(before, exact=True):
 INTEGERS = [(S8, S8), (U8, S8), (U8, U8), (S8, U8), (S4, S8), (S8, S4), (U8, U4), (S4, S4)]
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize("granularity", ["tensor", "channel"])
 @pytest.mark.parametrize("shifted", ["neither", "left", "right", "both"])
 @pytest.mark.parametrize(("a", "b"), INTEGERS, ids=lambda d: str(d))

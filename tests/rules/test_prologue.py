@@ -1,4 +1,4 @@
-"""What stands before a product is read where it is multiplied: views, widening casts, dequantisation in every form of it."""
+"""Prologues: views, widening casts and dequantisation in every form before a product are read where it is multiplied."""
 
 import pytest
 import torch

@@ -23,12 +23,12 @@ def narrow(codes, scale, dtype):
 
 
 def linear(codes, scale, dtype):
-    """As DequantizeLinear."""
+    """Dequantise as DequantizeLinear does."""
     return Node(Dequantize(dtype), codes, scale)
 
 
 def shifted(codes, scale, dtype):
-    """With a least value that is no code: codes * scale + offset."""
+    """Dequantise with a least value that is no code: codes * scale + offset."""
     return map_(
         "add", rounded(codes, scale, dtype), broadcast(input_(f"offset of {codes.op.label}", dtype, (B, H, T, 1)), codes.shape)
     )
@@ -54,7 +54,7 @@ def test_a_decoding_step_reads_codes(write, codes, dtype, scale):
 
 
 def test_repeated_for_its_group_after_it_is_dequantised():
-    """As transformers' repeat_kv does."""
+    """Transformers' repeat_kv does so."""
     q = input_("q", F16, (B, 8, 1, D))
     made = []
     for n in "kv":

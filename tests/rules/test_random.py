@@ -25,7 +25,7 @@ SCALES = "multiply_codes_and_scale_the_accumulator"
 
 
 def operations(graph) -> int:
-    """What is computed at every call, views aside."""
+    """Count the nodes that are computed at every call, views aside."""
     return sum(not isinstance(n.op, FREE) for p in partition(graph) if not p.once for n in p.nodes)
 
 
@@ -48,7 +48,7 @@ def check(program, seed: int) -> None:
 
 
 def largest_terms(graph: Graph, feeds, output) -> float:
-    """What the terms of a product behind an output may add up to: sums that cancel are as wrong as their terms are large."""
+    """The most that the terms of an output's products may add up to: sums that cancel are as wrong as their terms are large."""
     products = [n for n in toposort((output,)) if isinstance(n.op, Gemm)]
     if not products:
         return 0.0

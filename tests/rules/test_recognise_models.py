@@ -19,7 +19,7 @@ from onnx_models import ours, read, theirs
 from rule_checks import assert_close, assert_no_growth, staged
 from transformer_exports import NAMES, SMALL, exported, feeds, quiet
 
-from tilewright.dtype import BF16, F32
+from tilewright.dtype import BF16, F32, PRED
 from tilewright.frontends import LoadOptions, load
 from tilewright.ir.evaluate import evaluate
 from tilewright.ir.graph import Graph, Node
@@ -102,6 +102,19 @@ def test_gpt2_as_torch_exports_it_is_causal(attention: str, padded: bool):
     torch.testing.assert_close(got, Hidden()(*given), atol=1e-5, rtol=1e-5)
 
 
+def test_bloom_is_causal_beside_its_slopes():
+    """Its bias is a slope for each head times the key's position; six heads take their slopes of two rows of powers."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.BloomConfig(hidden_size=48, n_layer=1, n_head=6, vocab_size=64)
+    model, ids = transformers.BloomModel(config).eval(), torch.arange(2 * 9).reshape(2, 9)
+    graph = load(model, LoadOptions(example_inputs={"input_ids": ids, "use_cache": False}))
+    after = staged(graph, "recognise")
+    (found,) = (n for n in after.nodes() if isinstance(n.op, Attention))
+    assert found.op.causal == "upper" and found.src[3].shape == (1, 6, 1, 9)
+    with torch.no_grad():
+        torch.testing.assert_close(evaluate(after, [ids])[0], model(ids, use_cache=False)[0], atol=1e-5, rtol=1e-5)
+
+
 @pytest.mark.thin(2)
 @pytest.mark.parametrize("opset", [20, 23])
 def test_llama_with_grouped_queries(folder: Path, opset: int):
@@ -144,7 +157,8 @@ def test_quantised_models_keep_every_rounding(folder: Path, name: str, variant: 
     assert_all_said(after, attention=2, layer_norm=5, **{"gelu" if kind == "bert" else "gelu_tanh": 2})
     for node in after.nodes():
         if isinstance(node.op, Attention):
-            assert node.op.scores is not None and node.op.weights is not None and node.op.zero_masked_rows
+            assert node.op.scores is not None and node.op.weights is not None and node.op.equal_masked_rows
+            assert node.op.causal == ("no" if kind == "bert" else "upper") and node.src[3].dtype is PRED
             assert all(s.op.name == "dequantize" for s in node.src[:3])
     x = feeds(2, 16)
     for a, b in zip(ours(before, x), ours(after, x), strict=True):
@@ -240,7 +254,7 @@ def test_dot_product_attention_of_jax(kind: str, case: str, dtype: str):
 
 
 def layer_norm_by_moments(x: Any, scale: Any, bias: Any) -> Any:
-    """As Flax writes it."""
+    """A layer norm as Flax writes it."""
     mean = x.mean(-1, keepdims=True)
     variance = jnp.maximum(0.0, (x * x).mean(-1, keepdims=True) - mean * mean)
     return (x - mean) * (jax.lax.rsqrt(variance + 1e-6) * scale) + bias

@@ -77,7 +77,7 @@ def test_every_tail_that_leaves_is_a_store(name):
 
 
 def test_work_is_saved_where_others_read_too():
-    """What a product and an output read is written once by the first product, in the form each wants."""
+    """A value that a product and an output read is written once by the first product, in the form each wants."""
     codes = quantize(map_("gelu", Y), S8, 0.05)
     second = gemm(Node(Dequantize(F32), codes, const(0.05, F32)), const(torch.randn(N, 3)))
     after = settled(graph_of(second, map_("gelu", Y)))

@@ -1,4 +1,4 @@
-"""What was joined by hand is taken apart: slices move before what does not mix their axis, up to the weight of a product."""
+"""Products joined by hand are taken apart: slices move before what does not mix their axis, up to the weight of a product."""
 
 import pytest
 import torch
@@ -33,7 +33,7 @@ def thirds(y, axis=-1):
 
 
 def taken_apart(before, parts=3):
-    """As many products as parts, each as narrow as its part; only what the program is given is still sliced."""
+    """Check for as many products as parts, each as narrow as its part; only what the program is given is still sliced."""
     after = assert_order_is_free(before, "unfuse", orders=4)
     assert len(gemms(after)) == parts
     assert arithmetic(after) == arithmetic(before)

@@ -14,17 +14,21 @@ from tilewright.dtype import PRED, DType
 from tilewright.ir.axes import Placed, broadcast_aligned
 from tilewright.ir.build import const, convert, map_
 from tilewright.ir.constant import repeating_value, scalar_value
-from tilewright.ir.dims import extent_at, scope_of
+from tilewright.ir.dims import scope_of
+from tilewright.ir.extent import extent_at
 from tilewright.ir.graph import Node
 from tilewright.ir.instance import nodes_at
 from tilewright.ir.ops import Broadcast, Map, Select
 from tilewright.ir.ops.attention import Causal
 from tilewright.rules._attention_parts import Slots
+from tilewright.rules._row_statistics import function_of
 
 Sight = Literal["upper", "lower", "all", "other"]
 
 # Added to any f32 score below 6e22 this gives the number itself, and next to a visible score its exponential is 0.
 DROWNS = -1e30
+# Beside a bias up to this, what DROWNS hides is as hidden, and f32 has DROWNS again as their sum.
+SMALL = 1e22
 # In the place of a score, beside at least one visible score above it by 104 (exp underflows), this hides as -inf does.
 HIDES = -1e9
 _SIGHT: weakref.WeakKeyDictionary[Node, dict[tuple[int, int], Sight]] = weakref.WeakKeyDictionary()
@@ -125,12 +129,15 @@ class Masks:
 def causality(mask: Node, queries: int, keys: int) -> tuple[Causal, Node | None]:
     """Split a mask over [batch, heads, queries, keys] into causality and the mask that is left, None for none.
 
-    Of predicates that hold together, those that constants make may be causal between them. A mask that is nothing but causal
-    may hide with a large finite number, too.
+    Of predicates that hold together, those that constants make may be causal between them. A mask that is nothing but causal,
+    or that and constants far from drowning a score, may hide with a large finite number, too.
     """
     seen = sight(mask, queries, keys)
     if seen != "other":
         return ("no" if seen == "all" else seen), None
+    seen, bias = _drowned_beside_a_bias(mask, queries, keys)
+    if bias is not None:
+        return seen, bias
     together, bias = _apart(mask)
     known = [p for p in together if p.constant]
     rest = [p for p in together if not p.constant]
@@ -142,6 +149,51 @@ def causality(mask: Node, queries: int, keys: int) -> tuple[Causal, Node | None]
     else:
         left = _all_of(rest) if rest else None
     return ("no" if seen == "all" else seen), left
+
+
+def _drowned_beside_a_bias(mask: Node, queries: int, keys: int) -> tuple[Causal, Node | None]:
+    """Causality and the constant biases beside it, where the mask is their sum and each query sees a key; ("no", None) if not.
+
+    Bloom adds a slope for each head times the key's position, and the least number of the type to what is hidden.
+    """
+    terms = _terms(mask)
+    seen = [sight(t, queries, keys) for t in terms]
+    biases = [t for t, how in zip(terms, seen, strict=True) if how == "other"]
+    hides = seen.count("upper") + (seen.count("lower") if queries <= keys else 0)
+    if hides != 1 or not 0 < len(biases) == len(terms) - 1 or not all(map(_is_small, biases)):
+        return "no", None
+    return "upper" if "upper" in seen else "lower", reduce(lambda a, b: map_("add", a, b), biases)
+
+
+def _terms(mask: Node) -> list[Node]:
+    """The summands of a float mask, each of which broadcasts to it."""
+    if isinstance(mask.op, Broadcast):
+        return _terms(mask.src[0])
+    if function_of(mask) == "add" and mask.dtype.is_float:
+        return [t for s in mask.src for t in _terms(s)]
+    return [mask]
+
+
+def _is_small(bias: Node) -> bool:
+    """Tell whether a bias is known to be at most SMALL everywhere."""
+    scope = scope_of(bias.shape)
+    if not bias.constant or not bias.dtype.is_float or bias.dtype.bits < 16:
+        return False
+    if scope is None:
+        return _all_small(bias)
+
+    def now(values: Mapping[str, int]) -> bool:
+        return _all_small(nodes_at((bias,), values)[bias])
+
+    small = now(scope.hints)
+    if small:
+        scope.found("a bias is far from drowning scores", now)
+    return small
+
+
+def _all_small(bias: Node) -> bool:
+    value = repeating_value(bias)
+    return value is not None and bool((value.abs() <= SMALL).all())
 
 
 def _all_of(predicates: Sequence[Node]) -> Node:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from tilewright.dtype import S32, DType
 from tilewright.ir.build import const, convert, map_, reduce_, reshape
 from tilewright.ir.constant import constant_value
-from tilewright.ir.expression import REARRANGE, Sources, before_reshape, outside
+from tilewright.ir.expression import REARRANGE, Sources, before_reshape, outside, with_views
 from tilewright.ir.graph import Node
 from tilewright.ir.ops import VIEWS, Broadcast, Convert, Dequantize, Map, Slice, Transpose
 from tilewright.rules.casts import holds
@@ -40,13 +40,6 @@ def under_views(root: Node) -> tuple[Node, list[Node]]:
         views.append(root)
         root = root.src[0]
     return root, views[::-1]
-
-
-def with_views(node: Node, views: Sequence[Node]) -> Node:
-    """A node seen through views, the innermost first."""
-    for view in views:
-        node = Node(view.op, node)
-    return node
 
 
 def are_codes(dtype: DType) -> bool:

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tilewright.ir.constant import scalar_value, unrounded
+from tilewright.ir.extent import is_open
 from tilewright.ir.graph import Node
 from tilewright.ir.ops import Map, Reduce, Reshape
 from tilewright.ir.ops.shape import reduced_shape
@@ -100,7 +101,7 @@ class RowReader:
         if total is None:
             return None
         count = math.prod(total.x.shape[a] for a in total.axes)
-        if abs(factor * count - 1) <= COUNT_TOLERANCE:
+        if not is_open((count,)) and abs(factor * count - 1) <= COUNT_TOLERANCE:
             return total
         self.why = f"its mean divides the sum by {1 / factor:g}, not by {count}" if factor else None
         return None

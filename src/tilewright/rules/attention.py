@@ -56,7 +56,14 @@ def softmax_between_two_products_is_attention(m: Match) -> Node | None:
         return None
 
 
-@rule(Pat(Attention, where=lambda n: not n.op.regions()), stage="recognise")
+def _has_plain_sources(node: Node) -> bool:
+    """Tell whether the sources of an attention are its q, k, v and maybe mask as they are, whatever is done to its scores and
+    weights; and whether its result is stored as it is."""
+    op = node.op
+    return isinstance(op, Attention) and not op.operands and not op.stores
+
+
+@rule(Pat(Attention, where=_has_plain_sources), stage="recognise")
 def heads_repeated_for_a_group_are_grouped(m: Match) -> Node | None:
     """attention(q, repeat(k), repeat(v)) -> attention(q, k, v)
 
@@ -77,12 +84,13 @@ def heads_repeated_for_a_group_are_grouped(m: Match) -> Node | None:
     return Node(m.node.op, m.node.src[0], *fewer, *m.node.src[3:])
 
 
-@rule(Pat(Attention, where=lambda n: len(n.src) == 4 and not n.op.regions()), stage="recognise")
+@rule(Pat(Attention, where=lambda n: len(n.src) == 4 and _has_plain_sources(n)), stage="recognise")
 def causal_mask_is_causality(m: Match) -> Node | None:
     """attention(q, k, v, mask & causal) -> attention(q, k, v, mask) {causal}
 
     Where: constants, iota and what they make say which keys are seen: those up to the query's own place, counted from the first
-    key or from the last, in every batch and head. What else hides keys stays a mask; one that hides nothing goes.
+    key or from the last, in every batch and head. What else hides keys stays a mask, as do constant biases; one
+    that hides nothing goes.
     Exact: yes, but that where a bias of +inf or NaN is added to a hidden score, attention hides it.
     """
     op, (q, k, v, mask) = m.node.op, m.node.src
@@ -96,7 +104,7 @@ def causal_mask_is_causality(m: Match) -> Node | None:
     return Node(op, q, k, v, *([] if left is None else [left]))
 
 
-@rule(Pat(Attention, where=lambda n: len(n.src) == 4 and not n.op.regions()), stage="recognise")
+@rule(Pat(Attention, where=lambda n: len(n.src) == 4 and _has_plain_sources(n)), stage="recognise")
 def mask_that_drowns_scores_is_truth_values(m: Match) -> Node | None:
     """attention(q, k, v, select(p, 0, c)) -> attention(q, k, v, p) {equal_masked_rows}
 
@@ -117,7 +125,8 @@ def mask_that_drowns_scores_is_truth_values(m: Match) -> Node | None:
     pair = sorted((math.nan if x is None else x) for x in (on, off))
     if not (-math.inf < pair[0] <= DROWNS and pair[1] == 0):
         return None
-    shown = chosen.src[0] if on == 0 else map_("not", chosen.src[0])
+    test = chosen.src[0]
+    shown = test if on == 0 else test.src[0] if function_of(test) == "not" else map_("not", test)
     shown = broadcast(shown, chosen.shape)
     for view in reversed(views):
         shown = Node(view.op, shown)

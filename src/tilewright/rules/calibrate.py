@@ -19,17 +19,18 @@ from typing import Literal, cast
 
 import torch
 
-from tilewright.dtype import BF16, F8E4M3FN, F16, F32, S4, S8, DType
+from tilewright.dtype import BF16, F8E4M3FN, F16, F32, S4, S8, DType, from_torch
 from tilewright.errors import InputError, TypeMismatchError, check_type, say
-from tilewright.ir.build import const, map_, reduce_
+from tilewright.hardware.load import uncrowded
+from tilewright.ir.build import const, input_, map_, reduce_
 from tilewright.ir.evaluate import evaluate, evaluate_nodes
 from tilewright.ir.few_bits import held_finite
-from tilewright.ir.graph import Graph, Node, label_of
+from tilewright.ir.graph import Graph, Node, label_of, toposort
 from tilewright.ir.literal import Literal as Data
-from tilewright.ir.ops import Attention, Const, Convert, Dequantize, Gemm, Param, Quantize
+from tilewright.ir.ops import Attention, Const, Convert, Dequantize, Gemm, Param, Place, Quantize, Transpose
 from tilewright.ir.types import Shape, TensorType
 
-SAMPLE_ROWS = 256
+SAMPLE_ROWS, FEW_ROWS = 256, 16  # the second where the time is over
 MOST_NAMED = 6  # of what stays in float
 SMALLEST_SCALE = 2.0**-126  # a column of zeros gets a scale that divides: the smallest normal f32, whose reciprocal is finite
 
@@ -174,7 +175,8 @@ def calibrate(
         if i and time.monotonic() > until:
             say(f"calibrated with {i} of {len(batches)} batches, as the time was over: more of it (budget_s) takes them all")
             break
-        _evaluate(graph, batch, visit, device)
+        with uncrowded():
+            _evaluate(graph, batch, visit, device)
         found.batches += 1
         for node in graph.inputs:
             visit(node, batch.get(label_of(node)))
@@ -203,6 +205,12 @@ def _see(seen: Seen, value: torch.Tensor, *, batched: bool) -> None:
         seen.rows = rows[..., :: max(rows.shape[-2] // wanted, 1), :][..., :wanted, :].to("cpu", torch.float32, copy=True)
 
 
+def _few(seen: Seen) -> Seen:
+    """The statistics with no more than a few of the rows."""
+    rows = seen.rows
+    return seen if rows is None else replace(seen, rows=rows[..., :: max(rows.shape[-2] // FEW_ROWS, 1), :][..., :FEW_ROWS, :])
+
+
 def _multiplied(node: Node) -> tuple[Node, ...]:
     """The operands that an attention multiplies: queries, keys and values; nothing of other nodes."""
     return node.src[:3] if isinstance(node.op, Attention) and not node.op.regions() else ()
@@ -219,9 +227,16 @@ def _right(node: Node) -> Node:
 
 
 def quantize(
-    graph: Graph, to: Scheme, calibration: Calibration, *, rtol: float | None = None, device: str = "cpu"
+    graph: Graph,
+    to: Scheme,
+    calibration: Calibration,
+    *,
+    rtol: float | None = None,
+    device: str = "cpu",
+    until: float = math.inf,
 ) -> tuple[Graph, list[Layer]]:
-    """The model with every product that has a constant weight quantised, and what each lost, which is computed on a device.
+    """The model with every product that has a constant weight quantised, and what each lost, which is computed on a device, and
+    past `until`, by `time.monotonic`, from `FEW_ROWS` of its calibration rows.
 
     A product whose result on its calibration rows is off by more than `rtol` (relative, in norm) stays in float; so does an
     attention of which an operand is.
@@ -233,7 +248,8 @@ def quantize(
         if node not in calibration.seen:
             continue
         seen = calibration.seen[node]
-        quantized = _quantized(node, to, seen, device)
+        shown = seen if time.monotonic() <= until else _few(seen)
+        quantized = _quantized(node, to, shown, device)
         skip_reason = None
         if not seen.largest < float("inf"):
             skip_reason = "its activations are not finite"
@@ -341,18 +357,28 @@ class _Made:
 
 
 def _quantized(node: Node, to: Scheme, seen: Seen, device: str) -> _Made:
+    """The product quantised, computed on a device; on the CPU where there is no memory for it."""
+    with uncrowded():
+        try:
+            return _quantized_on(device, node, to, seen)
+        except torch.OutOfMemoryError:
+            return _quantized_on("cpu", node, to, seen)
+
+
+def _quantized_on(device: str, node: Node, to: Scheme, seen: Seen) -> _Made:
     op = node.op
     assert isinstance(op, Gemm) and isinstance(op.lhs.op, Param) and isinstance(op.rhs.op, Param)
     left, right = _left(node), _right(node)
-    weight = cast("torch.Tensor", evaluate_nodes((right,), {})[0]).to(torch.float32)
+    weight = cast("torch.Tensor", evaluate_nodes((right,), {})[0]).to(device, torch.float32)
     own = right.dtype in (F16, BF16) and to.activation is None  # as other tools store them: each scale is rounded once
     group = min(to.group, max(weight.shape[-2], 1))
     codes, scale = _encode(weight, to.weight, group, right.dtype if own else F32, right.dtype)
-    block = _block(weight, group)
     label = right.op.data.label if isinstance(right.op, Const) else ""
-    codes_node = Node(Const(Data(TensorType(to.weight, tuple(weight.shape)), codes, label and f"{label}.{to.weight}")))
-    back = Node(Dequantize(right.dtype, block), codes_node, const(scale))
-    rows = seen.rows
+    data = Data(TensorType(to.weight, tuple(weight.shape)), codes.cpu(), label and f"{label}.{to.weight}")
+    coded, lies = Node(Const(data)), _placed(right)
+    coded = coded if lies is None else Node(Place(lies), coded)
+    back = Node(Dequantize(right.dtype, _block(weight, group)), coded, const(scale.cpu()))
+    rows = None if seen.rows is None else seen.rows.to(device)
     if to.activation is not None:
         left = _quantized_activation(left, to.activation, to.rows, seen.largest)
         if rows is not None:
@@ -361,44 +387,45 @@ def _quantized(node: Node, to: Scheme, seen: Seen, device: str) -> _Made:
     src[op.lhs.op.index], src[op.rhs.op.index] = left, back
     error = 0.0
     if rows is not None and seen.rows is not None:
-        error = _error(seen.rows, weight, rows, cast("torch.Tensor", evaluate_nodes((back,), {})[0]), device)
+        decoded = evaluate_nodes((back,), dict(zip(back.src, (codes, scale), strict=True)))[0]
+        exact = seen.rows.to(device).double() @ weight.double()
+        off = rows.double() @ cast("torch.Tensor", decoded).double() - exact
+        error = float(off.norm() / exact.norm().clamp_min(1e-300))
     activation = _scale_of(seen.largest, to.activation) if to.activation is not None and to.rows == "tensor" else None
     weights = (float(scale.min()), float(scale.max())) if scale.numel() else (SMALLEST_SCALE, SMALLEST_SCALE)
     return _Made(Node(op, *src), error, activation, weights)
 
 
-def _error(
-    rows: torch.Tensor, weight: torch.Tensor, other_rows: torch.Tensor, other_weight: torch.Tensor, device: str
-) -> float:
-    """The relative distance of one product from another, in norm."""
-    try:
-        a, b, c, d = (t.to(device).double() for t in (rows, weight, other_rows, other_weight))
-        exact = a @ b
-        return float((c @ d - exact).norm() / exact.norm().clamp_min(1e-300))
-    except RuntimeError:  # out of memory there
-        if device == "cpu":
-            raise
-        return _error(rows, weight, other_rows, other_weight, "cpu")
+def _placed(weight: Node) -> tuple[tuple[str, ...], ...] | None:
+    """The mesh axes that split each axis of a weight by a place that it is read through; None where nothing says so."""
+    if isinstance(weight.op, Place) and not weight.op.partial:
+        return weight.op.splits
+    if isinstance(weight.op, (Convert, Transpose)):
+        lies = _placed(weight.src[0])
+        return lies if lies is None or isinstance(weight.op, Convert) else tuple(lies[i] for i in weight.op.perm)
+    return None
 
 
 def _encode(weight: torch.Tensor, to: DType, group: int, scales: DType, back: DType) -> tuple[torch.Tensor, torch.Tensor]:
     """Codes of a weight [..., K, N] and its scales of a type: [..., 1, N], or [..., ceil(K / group), N]. Decoded to type `back`
-    they are finite."""
+    they are finite. The same bits on every device."""
     *batch, k, n = weight.shape
+    most = torch.tensor(float(to.max), device=weight.device)  # on a GPU torch multiplies by the inverse of a Python number
     if group:
         blocks = -(-k // group)
         padded = torch.nn.functional.pad(weight, (0, 0, 0, blocks * group - k))
         largest = padded.reshape(*batch, blocks, group, n).abs().amax(-2)
     else:
-        largest = weight.abs().amax(-2, keepdim=True) if k else torch.zeros(*batch, 1, n)
+        largest = weight.abs().amax(-2, keepdim=True) if k else weight.new_zeros(*batch, 1, n)
     kind = scales.to_torch()
-    peaks = largest / to.max if k == 0 else (largest / to.max).amax(-2)
+    peaks = largest / most if k == 0 else (largest / most).amax(-2)
     if ((peaks > 0) & (peaks < torch.finfo(kind).smallest_normal)).any():  # held to that, a column of f16 would lose its codes
         kind = torch.float32
-    scale = (largest / to.max).to(kind).clamp_min(max(SMALLEST_SCALE, torch.finfo(kind).smallest_normal))
+    scale = (largest / most).to(kind).clamp_min(max(SMALLEST_SCALE, torch.finfo(kind).smallest_normal))
     scale = held_finite(scale, int(to.max), back.to_torch())
-    node = Node(Quantize(to, _block(weight, group)), const(weight), const(scale))
-    codes = cast("torch.Tensor", evaluate_nodes((node,), {})[0])
+    given = [input_(name, from_torch(t.dtype), t.shape) for name, t in (("weight", weight), ("scale", scale))]
+    coded = Node(Quantize(to, _block(weight, group)), *given)
+    codes = cast("torch.Tensor", evaluate_nodes((coded,), dict(zip(given, (weight, scale), strict=True)))[0])
     return codes if to.is_float else codes.clamp_(min=-int(to.max)), scale  # the code below would decode to infinity, too
 
 
@@ -423,5 +450,11 @@ def _quantized_activation(x: Node, to: DType, rows: str, largest: float) -> Node
 
 
 def _rounded(rows: torch.Tensor, to: DType, by: str, largest: float) -> torch.Tensor:
-    node = _quantized_activation(const(rows), to, by, largest)
-    return cast("torch.Tensor", evaluate_nodes((node,), {})[0])
+    """Rows as they are once rounded to a type and back, computed where they lie."""
+    given = input_("rows", from_torch(rows.dtype), rows.shape)
+    node = _quantized_activation(given, to, by, largest)
+    leaves = [n for n in toposort((node,)) if not n.src and n is not given]
+    known = zip(leaves, evaluate_nodes(leaves, {}), strict=True)
+    there = {n: cast("torch.Tensor", v).to(rows.device) for n, v in known}
+    with rows.device:
+        return cast("torch.Tensor", evaluate_nodes((node,), {given: rows, **there})[0])

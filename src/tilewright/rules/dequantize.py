@@ -9,11 +9,10 @@ from tilewright.dtype import BF16, F16, F32, S4, S8, U4, U8, DType
 from tilewright.ir.anchor import ANCHORS
 from tilewright.ir.build import const, convert, reshape
 from tilewright.ir.constant import constant_value, scalar_value
-from tilewright.ir.expression import reshape_groups
 from tilewright.ir.graph import Node, Users
 from tilewright.ir.ops import VIEWS, Broadcast, Concat, Convert, Dequantize, Map, Reshape
 from tilewright.ir.pattern import Match, Pat, rule
-from tilewright.ir.types import Shape
+from tilewright.ir.types import Shape, reshape_groups
 from tilewright.rules._codes import are_codes, viewed
 from tilewright.rules.casts import holds
 

@@ -18,7 +18,7 @@ from tilewright.ir.build import convert
 from tilewright.ir.expression import REDUCED_PRECISION_SAFE_TO_8_BITS
 from tilewright.ir.graph import Graph, Node
 from tilewright.ir.ops import VIEWS, Attention, Convert, Dequantize, Gemm, LayerNorm, Map, Quantize, Softmax
-from tilewright.ir.pattern import Rule, Trace, discover, rewrite
+from tilewright.ir.pattern import Rule, Trace, discover, released, rewrite
 
 RECOGNISED = ("accumulator", "canonical", "recognise")
 
@@ -37,7 +37,8 @@ def half(name: str) -> DType:
 def recognised(graph: Graph) -> Graph:
     """The graph with its norms, activations and attentions in one node each."""
     rules = [r for r in discover("tilewright.rules", Rule) if r.stage in RECOGNISED]
-    return rewrite(graph, rules, Trace())
+    trace = Trace()
+    return released(rewrite(graph, rules, trace), trace)
 
 
 def in_half(graph: Graph, to: DType) -> Graph:

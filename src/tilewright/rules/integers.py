@@ -5,11 +5,11 @@ from __future__ import annotations
 from tilewright.dtype import S32, DType
 from tilewright.ir.build import map_
 from tilewright.ir.constant import constant_value, scalar_value
-from tilewright.ir.expression import Sources, make_gemm, outside
+from tilewright.ir.expression import Sources, make_gemm, outside, with_views
 from tilewright.ir.graph import Node, substitute
 from tilewright.ir.ops import Acc, Convert, Gemm, Map
 from tilewright.ir.pattern import Match, Pat, rule
-from tilewright.rules._codes import QuantizedOperand, as_operand, corrected, under_views, varies, viewed, with_views
+from tilewright.rules._codes import QuantizedOperand, as_operand, corrected, under_views, varies, viewed
 
 LARGEST_ZEROS = 1 << 20  # elements of a constant zero point that are looked at
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from tilewright.dtype import F32, F64, S32
 from tilewright.ir.build import convert, map_
 from tilewright.ir.constant import scalar_value
-from tilewright.ir.expression import REARRANGE, Sources, make_gemm, outside
+from tilewright.ir.expression import REARRANGE, Sources, make_gemm, outside, with_views
 from tilewright.ir.graph import Node, substitute, toposort
 from tilewright.ir.ops import Acc, Broadcast, Const, Dequantize, Gemm, Map, Param
 from tilewright.ir.pattern import Match, Pat, rule
@@ -19,7 +19,6 @@ from tilewright.rules._codes import (
     varies,
     viewed,
     widened_codes,
-    with_views,
 )
 
 

@@ -7,10 +7,11 @@ from itertools import pairwise
 
 from tilewright.ir.anchor import ANCHORS, operands_of, stores_of
 from tilewright.ir.build import slice_
-from tilewright.ir.expression import ELEMENTWISE, Sources, make_gemm, reshape_groups, slice_columns
+from tilewright.ir.expression import ELEMENTWISE, Sources, make_gemm, slice_columns
 from tilewright.ir.graph import Node, substitute
 from tilewright.ir.ops import Acc, Convert, Dequantize, Gemm, Param, Reshape, Slice, Transpose
 from tilewright.ir.pattern import Match, Pat, rule
+from tilewright.ir.types import reshape_groups
 
 LOOK_UP = 64  # operations looked at on the way from a slice up to the product it cuts
 
