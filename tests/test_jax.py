@@ -1,14 +1,13 @@
 """`tilewright.jax.jit`: functions of JAX that XLA calls back, beside what XLA itself gives."""
 
 import os
-import subprocess
-import sys
 import textwrap
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import warm
 from jax_models import quantised_mlp
 from paths import ROOT
 
@@ -159,7 +158,7 @@ def test_a_failure_within_the_program_ends_in_xlas_error(monkeypatch):
 
 
 def test_shards_of_two_devices_each_run_the_program():
-    """On two devices of the host, of a process of its own: their number is settled when JAX starts."""
+    """Shards lie on two devices of the host, in a process of its own: their number is settled when JAX starts."""
     program = """
         import jax, jax.numpy as jnp, numpy as np, tilewright.jax
         from jax.sharding import Mesh, PartitionSpec as P
@@ -172,9 +171,7 @@ def test_shards_of_two_devices_each_run_the_program():
         print(len(jax.devices()), len(f.programs), f.programs[0])
     """
     env = {**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=2", "PYTHONPATH": str(ROOT / "src")}
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(program)], env=env, capture_output=True, text=True, timeout=300
-    )
+    done = warm.run(["-c", textwrap.dedent(program)], env)
     assert done.returncode == 0, done.stderr
     assert "2 1" in done.stdout
     assert "f32[3,16]" in done.stdout

@@ -1,7 +1,9 @@
 """`tilewright.ort.InferenceSession` beside onnxruntime's own session on the same models, and the compiled ONNX backend."""
 
+import copy
 import functools
 import json
+import pickle
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -83,6 +85,13 @@ def test_arguments_and_metadata_are_told_as_onnxruntime_tells_them():
         fields = ["producer_name", "graph_name", "domain", "description", "graph_description", "version", "custom_metadata_map"]
         assert [getattr(ours.get_modelmeta(), f) for f in fields] == [getattr(theirs.get_modelmeta(), f) for f in fields]
         assert ours.get_providers() == theirs.get_providers() == ["CPUExecutionProvider"]
+
+
+def test_what_comes_first_is_no_part_of_the_first_call():
+    ours, theirs = both(dense())
+    assert (ours.program.made, ours.program.compiled) == (1, 1)
+    agree(ours, theirs, {"x": floats(16, 24)})
+    assert ours.program.made == 1
 
 
 def test_open_extents_are_compiled_once():
@@ -382,11 +391,62 @@ def test_runs_from_threads_and_in_the_background_of_the_caller():
         (None, {"x": np.zeros((2, 24))}, "f64"),
         (None, {"x": np.zeros((2, 23), np.float32)}, "23"),
         (None, {"x": np.zeros((2, 3, 24), np.float32)}, "3 extents given, the model has 2"),
+        (
+            3,
+            {"x": np.zeros((2, 24), np.float32)},
+            r"type int \(output_names\)\n  try: \['y', 'top'\], or None for all",
+        ),
+        ([["y"]], {"x": np.zeros((2, 24), np.float32)}, r"no output is called \['y'\]"),
+        (None, {"x": [[1, 2], [3]]}, r"a list is no tensor\(float\): setting an array element with a sequence"),
+        (None, {"x": [["a"] * 24]}, r"a list is no tensor\(float\): could not convert"),
+        (None, {"x": None}, r"a NoneType is no array \(input 'x'\)\n  try: tensor\(float\)"),
+        (None, {"x": "abc"}, "a str is no array"),
     ],
 )
 def test_wrong_feeds_have_sentences(names, feed, message):
     with pytest.raises(InputError, match=message):
         InferenceSession(dense(), budget_s=0).run(names, feed)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"providers": "CPUExecutionProvider"}, r"a name, not a list of names \(providers\)"),
+        ({"providers": 3}, r"an argument of type int \(providers\)"),
+        ({"providers": [None]}, r"None is no provider \(providers\)\n  try: \"CPUExecutionProvider\", or"),
+        ({"providers": [("CPUExecutionProvider",)]}, r"\('CPUExecutionProvider',\) is no provider"),
+        ({"provider_options": 3}, r"an argument of type int \(provider_options\)"),
+        ({"provider_options": [{"device_id": "x"}]}, r"device_id=x \(provider_options\)\n  try: the number of a device"),
+        ({"sess_options": 3}, r"an argument of type int \(sess_options\)"),
+        ({"sess_options": SessionOptions(intra_op_num_threads=-1)}, "threads=-1 is no number of threads"),
+        ({"nonsense": 3}, r"no option is called 'nonsense' \(InferenceSession\)\n  try: an option of tilewright.compile"),
+    ],
+)
+def test_wrong_arguments_of_a_session_have_sentences(given, message):
+    with pytest.raises(InputError, match=message):
+        InferenceSession(dense(), **given, budget_s=0)
+
+
+def test_a_session_is_neither_pickled_nor_copied():
+    session = InferenceSession(dense(2), budget_s=0)
+    for use in (pickle.dumps, copy.copy, copy.deepcopy):
+        with pytest.raises(UnsupportedError, match=r"a session is neither pickled nor copied[^$]*try: another"):
+            use(session)
+
+
+def test_values_of_something_else_have_sentences():
+    held = OrtValue.ortvalue_from_numpy(floats(2))
+    for make, message in (
+        (lambda: OrtValue.ortvalue_from_numpy(3), "an argument of type int .OrtValue.ortvalue_from_numpy"),
+        (lambda: held.update_inplace(3), "an argument of type int .OrtValue.update_inplace"),
+        (lambda: OrtValue.ortvalue_from_shape_and_type((-1, 2), np.float32), r"\[-1, 2\] is no shape"),
+        (lambda: OrtValue.ortvalue_from_shape_and_type((1, 2), "foo"), r"'foo' is no element type \(element_type\)"),
+        (lambda: InferenceSession(dense(2), budget_s=0).set_providers([3]), "3 is no provider"),
+        (lambda: SessionOptions().add_free_dimension_override_by_name("rows", "3"), r"'3' is no extent \(rows\)"),
+        (lambda: SessionOptions().add_free_dimension_override_by_denotation("BATCH", -1), r"-1 is no extent \(BATCH\)"),
+    ):
+        with pytest.raises(InputError, match=message):
+            make()
 
 
 def test_providers_choose_the_device(caplog):
@@ -399,8 +459,9 @@ def test_providers_choose_the_device(caplog):
     if not torch.cuda.is_available():
         session = InferenceSession(m, providers=["CUDAExecutionProvider", "CPUExecutionProvider"], budget_s=0)
         assert session.get_providers() == ["CPUExecutionProvider"]
-        with pytest.raises(InputError, match="no CUDA device"):
-            InferenceSession(m, providers=[("CUDAExecutionProvider", {"device_id": 1})], budget_s=0)
+        for closed_or_open in (m, dense("N")):  # one whose extents are open has no program before its first call
+            with pytest.raises(InputError, match="no CUDA device"):
+                InferenceSession(closed_or_open, providers=[("CUDAExecutionProvider", {"device_id": 1})], budget_s=0)
 
 
 def test_session_options_give_the_number_of_threads():

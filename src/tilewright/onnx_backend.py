@@ -64,5 +64,8 @@ def _compiled(device: str, options: dict[str, Any]) -> Callable[[Graph], Run]:
 
 
 prepare: Callable[..., TilewrightRep] = Backend.prepare
+"""Compile a model: `prepare(model, device="CPU", **options)` gives what `run(inputs)` is called on."""
 run_model: Callable[..., tuple[Any, ...]] = Backend.run_model
+"""Compile a model and run it once: `run_model(model, inputs, device="CPU")` gives a tuple of arrays."""
 supports_device: Callable[[str], bool] = Backend.supports_device
+"""Tell whether programs run on a device, "CPU", "CUDA" or "CUDA:1", on this machine."""

@@ -32,7 +32,7 @@ def attention(opset, queries):
 
 
 def group_query_attention(queries):
-    """Of a first prompt: the cache is what it gives."""
+    """GroupQueryAttention on a first prompt: the cache is what it gives."""
     f16 = TensorProto.FLOAT16
     shapes = {"q": (f16, [B, queries, H * D]), **{n: (f16, [B, queries, K * D]) for n in "kv"}}
     shapes["lengths"] = (TensorProto.INT32, [B])
@@ -42,7 +42,7 @@ def group_query_attention(queries):
 
 
 def repeat_kv(queries):
-    """As transformers' models are exported."""
+    """Heads repeated as in exports of transformers' models."""
     f32, made = TensorProto.FLOAT, []
     for x in "kv":
         made += [

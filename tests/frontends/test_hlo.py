@@ -253,7 +253,8 @@ ENTRY e {
 
 def test_a_sharded_argument_is_noted_and_taken_whole() -> None:
     text = (EXAMPLES / "xla_7117_s8.hlo").read_text().replace("sharding={replicated}", "sharding={devices=[2,1,1]<=[2]}", 1)
-    (note,) = load(text).notes
+    note, how = load(text).notes
+    assert "--mesh tp=2" in how
     assert "'Arg_0.1' is sharded" in note
     assert "the whole of it is taken" in note
 
@@ -291,12 +292,39 @@ REFUSED = {
     "truncated": (
         (EXAMPLES / "xla_7117_s8.hlo").read_text()[:400],
         InputError,
-        r"malformed HLO: .*\(the text given, line 6\)\n  try: mend it there",
+        r"malformed HLO: .*\(the text given, line 6\)\n  try: the text ends too early: print the module again, whole",
+    ),
+    "another shape": (
+        (EXAMPLES / "xla_7117_s8.hlo").read_text().replace("s8[16,1024,1024]{2,1,0} dot", "s8[16,1024,7]{2,1,0} dot"),
+        InputError,
+        r"malformed HLO: inferred shape .* is incompatible with .*16x1024x7xi8.* \(the text given, jit\(_einsum\)/jit\(main\)"
+        r"/dot_general\)\n  try: mend it there",
+    ),
+    "no such value": (
+        (EXAMPLES / "xla_7117_s8.hlo").read_text().replace("dot(Arg_0.1", "dot(Arg_9"),
+        InputError,
+        "malformed HLO: instruction does not exist: Arg_9 .*line 6",
     ),
     "empty": ("HloModule m\n", InputError, "malformed HLO"),
     "negative extent": (BODY % "  ROOT p = f32[-1] parameter(0)", InputError, "malformed HLO"),
     "overflow": (BODY % f"  ROOT p = f32[{', '.join(['2147483647'] * 3)}] parameter(0)", InputError, "overflow"),
-    "unknown type": (BODY % "  ROOT p = f33[2] parameter(0)", InputError, "malformed HLO: .*line 3"),
+    "unknown type": (BODY % "  ROOT p = f33[2] parameter(0)", InputError, "malformed HLO: HLO has no type 'f33' .*line 3"),
+    "unknown type in a tuple": (
+        BODY % "  p = f32[2] parameter(0)\n  ROOT t = (f32[2], s9[2]) tuple(p, p)",
+        InputError,
+        "malformed HLO: HLO has no type 's9' .*line 4",
+    ),
+    "unknown type of a signature": (
+        "HloModule m, entry_computation_layout={(s9[2]{0})->s9[2]{0}}\n"
+        + (BODY % "  ROOT p = s8[2] parameter(0)").partition("\n")[2],
+        InputError,
+        "malformed HLO: HLO has no type 's9' .*line 1",
+    ),
+    "unknown operation": (
+        BODY % "  p = f32[2] parameter(0)\n  ROOT t = f32[2] frob(p)",
+        InputError,
+        "malformed HLO: HLO has no operation 'frob' .*line 4",
+    ),
     # XLA ends its process at these, or did in some release.
     "parameter out of range": (BODY % "  ROOT p = f32[2] parameter(7)", InputError, "XLA's parser stopped at it: param_no"),
     "reshape to another size": (

@@ -92,7 +92,7 @@ def test_awq():
 
 
 class Scheme:
-    """What compressed-tensors' QuantizationScheme says of itself."""
+    """A stand-in for compressed-tensors' QuantizationScheme."""
 
     def __init__(self, **said):
         self.said = said
@@ -322,7 +322,7 @@ def test_autoawq_s_own_layers():
 
 
 def test_a_configuration_of_ours_for_a_model_of_another_tool(tmp_path):
-    """What was saved says how it is quantised; the argument must be of the same class."""
+    """Saved layers say how they are quantised; the argument must be of the same class."""
     model = llama()
     tilewright.quantize_(model, "w8")
     savable_(model).save_pretrained(tmp_path)

@@ -1,12 +1,11 @@
-"""`from_pretrained` and `save_pretrained` of tiny models that are made on the spot."""
+"""Tiny models that are made on the spot, through `from_pretrained` and `save_pretrained`."""
 
 import json
 import shutil
-import subprocess
-import sys
 
 import pytest
 import torch
+import warm
 from safetensors.torch import load_file, save_file
 from transformers import (
     AutoConfig,
@@ -243,7 +242,7 @@ def test_broken_folders_are_refused(folder, tmp_path):
 
 
 def test_without_our_method_a_folder_is_refused(folder, tmp_path):
-    """Who has not imported it is told that shapes differ, and gets no model with weights drawn at random."""
+    """Users who have not imported it are told that shapes differ, and get no model with weights drawn at random."""
     shutil.copytree(folder / "w4", tmp_path / "w4")
     path = tmp_path / "w4/config.json"
     said = json.loads(path.read_text())
@@ -262,5 +261,5 @@ try:
 except Exception as error:
     print(type(error).__name__, error)
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    done = warm.run(["-c", program], timeout=120)
     assert "InputError no transformers that quantised models work with" in done.stdout and "pip install" in done.stdout

@@ -13,17 +13,18 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch._dynamo.backends.debugging import aot_eager
+from torch.autograd import forward_ad
 from torch.library import opcheck
 
 import tilewright
 from tilewright.dtype import S4
-from tilewright.errors import InputError, TypeMismatchError
+from tilewright.errors import InputError, TypeMismatchError, UnsupportedError
 from tilewright.hardware.detect import detect
 from tilewright.linear import kernels, op
 from tilewright.linear.kernels import MOST_ROWS_OF_A_CPU, pieces, rungs
 from tilewright.m_dispatch import MOST_ROWS
 from tilewright.runtime.quantized_weight import QuantizedWeight, pack
-from tilewright.schedule import packed
+from tilewright.schedule import ahead, packed
 
 LIMIT = {torch.float32: 2e-6, torch.bfloat16: 3e-3, torch.float16: 3e-4}
 
@@ -34,7 +35,7 @@ def arguments(layer, x):
 
 
 def right(layer, x):
-    """In f64 on the dequantised weights, rounded to the type of the product first, as the graph says."""
+    """The result in f64 on the dequantised weights, rounded to the type of the product first, as the graph says."""
     if layer.offsets is None:
         weight = layer.weight.dequantize(x.dtype)
     else:
@@ -106,7 +107,7 @@ def test_many_rows_give_what_few_give():
 
 
 def test_layers_of_one_form_are_searched_once(monkeypatch):
-    from tilewright import m_dispatch as rows
+    from tilewright.schedule import buckets as rows
 
     searched = []
     inner = rows.search
@@ -223,6 +224,53 @@ def test_derivatives():
     layer(x).backward(given_)
     torch.testing.assert_close(x.grad, given_ @ layer.weight.dequantize())
     torch.testing.assert_close(layer.bias.grad, given_.sum((0, 1)))
+
+
+@pytest.mark.parametrize("scheme", ["w8", "w4g32z", "f4g32"])
+def test_derivatives_forward_and_within_transforms(scheme):
+    """Torch takes a tangent that an operation does not know for zero."""
+    f = torch.nn.Sequential(torch.nn.Linear(64, 16))
+    tilewright.quantize_(f, scheme)
+    dense = torch.nn.Sequential(torch.nn.Linear(64, 16))
+    dense.load_state_dict({"0.weight": f[0].weight.dequantize(), "0.bias": f[0].bias})
+    x, v = torch.randn(3, 64), torch.randn(3, 64)
+    func = torch.func
+    for what in (
+        lambda f: func.jvp(f, (x,), (v,)),
+        lambda f: func.jvp(lambda b: func.functional_call(f, {"0.bias": b}, (x,)), (f[0].bias.detach(),), (v[0, :16],)),
+        lambda f: func.vmap(f)(x),
+        lambda f: func.grad(lambda x: f(x).square().sum())(x),
+        lambda f: func.jvp(func.grad(lambda x: f(x).square().sum()), (x,), (v,)),
+        lambda f: (func.jacfwd(f)(x), func.jacrev(f)(x)),
+        lambda f: torch.compile(lambda x, v: func.jvp(f, (x,), (v,)), backend="eager", fullgraph=True)(x, v),
+    ):
+        torch.testing.assert_close(what(f), what(dense), rtol=1e-4, atol=1e-5)
+    for needed in (True, False):
+        f.requires_grad_(needed)
+        with forward_ad.dual_level():
+            tangent = forward_ad.unpack_dual(f(forward_ad.make_dual(x, v))).tangent
+        torch.testing.assert_close(tangent, v @ f[0].weight.dequantize().t())
+    assert torch.autograd.gradcheck(f, (torch.randn(2, 64).double().requires_grad_(),), check_forward_ad=True)
+
+
+@pytest.mark.parametrize("scheme", ["a8w4g32", "a8f8"])
+def test_activations_in_8_bits_are_differentiated_as_if_they_were_not(scheme):
+    f = torch.nn.Sequential(torch.nn.Linear(64, 16))
+    tilewright.quantize_(f, scheme)
+    x, v = torch.randn(3, 64), torch.randn(3, 64)
+    x[1] = 0
+    y, tangent = torch.func.jvp(f, (x,), (v,))
+    torch.testing.assert_close(y, f(x), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(tangent, v @ f[0].weight.dequantize().t())
+
+
+def test_the_operation_alone_refuses_tangents():
+    layer = tilewright.Linear.from_float(torch.nn.Linear(64, 16), group_size=32)
+    with (
+        forward_ad.dual_level(),
+        pytest.raises(UnsupportedError, match=r"tilewright::linear has no forward derivative\n  try: call"),
+    ):
+        torch.ops.tilewright.linear_without_derivative(*arguments(layer, forward_ad.make_dual(*torch.randn(2, 3, 64))))
 
 
 def test_one_compiled_graph_serves_every_number_of_rows():
@@ -407,7 +455,7 @@ def test_a_layer_with_hooks_stays():
 
 
 def test_activations_in_64_bits():
-    """As torch has it after `model.double()`: nothing is rounded on the way."""
+    """Torch has such after `model.double()`: nothing is rounded on the way."""
     for scheme in ("w4g32", "w8g32z"):
         model = torch.nn.Sequential(torch.nn.Linear(64, 16)).double()
         tilewright.quantize_(model, scheme)
@@ -474,7 +522,7 @@ def test_kernels_of_a_weight_that_is_gone():
 
 @pytest.mark.parametrize("scheme", ["w4g32", "w4g32z", "w8", "a8w4g32"])
 def test_a_compiled_model_has_products_and_folds_what_follows(scheme):
-    """What follows is folded into them, and no operation is left to torch."""
+    """Operations that follow are folded into the products, and none is left to torch."""
     model = torch.nn.Sequential(torch.nn.Linear(64, 32), torch.nn.ReLU(), torch.nn.Linear(32, 8, bias=False))
     tilewright.quantize_(model, scheme)
     x = torch.randn(2, 3, 64)
@@ -524,11 +572,12 @@ def test_a_model_is_prepared_layer_by_layer_and_compiled_for_at_once(monkeypatch
     model = torch.nn.Sequential(*[torch.nn.Linear(96, 96) for _ in range(3)], torch.nn.Linear(96, 48))
     tilewright.quantize_(model, "w4g32")
     asked = []
-    monkeypatch.setattr(kernels, "compile_ahead", lambda p, target, *, first, chosen, done: asked.append((p, first, chosen)))
+    monkeypatch.setattr(ahead, "compile_ahead", lambda p, target, *, first, chosen, **_: asked.append((p, first, chosen)))
     monkeypatch.setattr("tilewright.linear.replace.detect", lambda device: dataclasses.replace(detect(device), kind="cuda"))
     tilewright.prepare(model, [1, 2, 1])
     assert all(set(layer.candidates()) == {1, 2} for layer in model)
-    assert all(event.wait(60) for event in kernels._compiled.values())
+    for (problem, _), begun in kernels._compiled.items():
+        begun.wait(problem)
     ((problems, first, chosen),) = asked
     assert first and not chosen and sorted((p.M, p.N) for p in problems) == [(1, 48), (1, 96), (2, 48), (2, 96)]
     tilewright.prepare(model, 2)
@@ -545,13 +594,13 @@ def test_kernels_are_checked_while_others_are_compiled(monkeypatch):
     first, second = "first", "second"
     order, go_on = [], threading.Event()
 
-    def compile_ahead(problems, target, *, first, chosen, done):
+    def compile_ahead(problems, target, *, done, **_):
         order.append(("begun", *problems))
         done(problems[0])
         go_on.wait(60)
         order.append("over")
 
-    monkeypatch.setattr(kernels, "compile_ahead", compile_ahead)
+    monkeypatch.setattr(ahead, "compile_ahead", compile_ahead)
     monkeypatch.setattr(kernels, "_compiled", {})
     kernels.compile_first([first, second, first], [], target)
     kernels.compiled([first, "nobody asked for this one"], target)

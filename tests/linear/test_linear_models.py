@@ -1,5 +1,8 @@
 """Models of others, quantised: what is left in float is named, and what reads a layer's weight finds one."""
 
+import operator
+
+import numpy as np
 import pytest
 import torch
 from transformers import (
@@ -166,9 +169,89 @@ def test_a_quantised_weight_answers_as_a_matrix():
         _ = weight.weight_loader
 
 
-def test_another_weight_for_a_quantised_layer_is_refused():
+def test_operators_work_on_the_matrix():
+    layer = tilewright.Linear.from_float(torch.nn.Linear(70, 5), "s4", group_size=32)
+    weight, dense = layer.weight, layer.weight.dequantize()
+    other = torch.rand(5, 70) + 1
+    for f in (
+        lambda w: w * 2,
+        lambda w: 2 - w,
+        lambda w: w / other,
+        lambda w: other / (w + 9),
+        lambda w: w**2,
+        lambda w: 2**w,
+        lambda w: w // 2,
+        lambda w: w % 2,
+        lambda w: -w,
+        lambda w: abs(w),
+        lambda w: w == 0,
+        lambda w: w != other,
+        lambda w: w > 0,
+        lambda w: w <= other,
+        lambda w: w + layer.weight,
+        lambda w: other.clone().copy_(w),
+        lambda w: torch.from_numpy(np.asarray(w)),
+        lambda w: torch.stack([*w]),
+        lambda w: torch.zeros(5, 70).add_(w),
+    ):
+        assert torch.equal(f(weight), f(dense))
+    assert len({weight, layer.weight}) == 2 and weight.requires_grad_(False) is weight
+
+
+@pytest.mark.parametrize(
+    ("write", "how"),
+    [
+        (lambda w: w.mul_(0), "mul_"),
+        (lambda w: w.data.zero_(), "zero_"),
+        (lambda w: w.copy_(torch.zeros(5, 70)), "copy_"),
+        (lambda w: torch.nn.init.zeros_(w), "zero_"),
+        (lambda w: torch.nn.init.normal_(w), "normal_"),
+        (lambda w: torch.nn.init.xavier_uniform_(w), "uniform_"),
+        (lambda w: torch.relu_(w), "relu_"),
+        (lambda w: torch.add(w, 1, out=w), "add"),
+        (lambda w: w.__setitem__(0, 1.0), "an assignment to a part"),
+        (lambda w: operator.imul(w, 2), "__imul__"),
+        (lambda w: operator.isub(w, 2), "__isub__"),
+        (lambda w: setattr(w, "data", torch.zeros(5, 70)), "data"),
+    ],
+)
+def test_what_is_written_to_a_quantised_weight_is_refused(write, how):
+    layer = tilewright.Linear.from_float(torch.nn.Linear(70, 5), "s4", group_size=32)
+    x = torch.randn(2, 70)
+    before = layer(x)
+    said = (
+        rf"a quantised layer's weight cannot be written to: {how}\n  try: write to the float weight, then tilewright.quantize_"
+    )
+    with torch.no_grad(), pytest.raises(InputError, match=said):
+        write(layer.weight)
+    assert torch.equal(layer(x), before)
+
+
+def test_a_quantised_weight_takes_no_gradient():
+    weight = tilewright.Linear.from_float(torch.nn.Linear(70, 5)).weight
+    for ask in (lambda: weight.requires_grad_(), lambda: setattr(weight, "requires_grad", True)):
+        with pytest.raises(InputError, match="a quantised layer's weight has no gradient\n  try: train the float layer"):
+            ask()
+    weight.requires_grad = False
+
+
+@pytest.mark.parametrize("code", ["s4", "u4", "s8", "f8e4m3fn", "f8e5m2", "f4e2m1fn"])
+def test_another_weight_for_a_quantised_layer_is_refused(code):
+    """One large weight makes the step of its group large, and of no other; what a small change loses is lost nowhere else."""
+    for weight in (
+        torch.randn(4, 64),
+        torch.randn(4, 64).bfloat16(),
+        torch.randn(4, 64) * 10.0 ** torch.arange(-3, 1)[:, None],
+    ):
+        weight[0, 0] = 50.0
+        layer = tilewright.Linear(tilewright.pack(weight, code, group_size=32, zero_point=code == "u4"))
+        for same in (weight, layer.weight.dequantize(), layer.weight.dequantize(torch.bfloat16)):
+            layer.weight = torch.nn.Parameter(same)
+        rest, added = torch.cat([weight[:1], weight[1:] * 0]), torch.cat([weight[:1], weight[1:] * 1.7])
+        for other in (rest, added, torch.cat([weight[:1], -weight[1:]])):
+            with pytest.raises(InputError, match="another weight for a quantised layer"):
+                layer.weight = torch.nn.Parameter(other)
     layer = tilewright.Linear.from_float(torch.nn.Linear(64, 4))
-    layer.weight = torch.nn.Parameter(layer.weight.dequantize())
     for other in (torch.nn.Parameter(torch.ones(4, 64)), torch.ones(4, 63), torch.ones(4, 64, device="meta"), None):
         with pytest.raises(InputError, match=r"another weight for a quantised layer\n  try: load or tie weights before"):
             layer.weight = other

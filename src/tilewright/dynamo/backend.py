@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -40,17 +41,17 @@ def tilewright(
     """
     from torch._dynamo.backends.common import aot_autograd
 
-    chosen = Options.of(mode, options)
+    chosen, broken = Options.of(mode, options), _broken(module)
     derived = torch.is_grad_enabled() and any(isinstance(x, torch.Tensor) and x.requires_grad for x in example_inputs)
 
     def forward(graph: fx.GraphModule, _: Sequence[Any]) -> Callable[..., Any]:
-        return Compiled(graph, (), chosen, "forward").boxed()
+        return Compiled(graph, (), chosen, "forward", broken).boxed()
 
     def backward(graph: fx.GraphModule, _: Sequence[Any]) -> Callable[..., Any]:
-        return Compiled(graph, (), chosen, "backward").boxed()
+        return Compiled(graph, (), chosen, "backward", broken).boxed()
 
     def inference(graph: fx.GraphModule, _: Sequence[Any]) -> Callable[..., Any]:
-        return Compiled(graph, _static() if chosen.pack else (), chosen, "inference").boxed()
+        return Compiled(graph, _static() if chosen.pack else (), chosen, "inference", broken).boxed()
 
     compile = aot_autograd(
         fw_compiler=forward,
@@ -61,6 +62,17 @@ def tilewright(
     )
     with contextlib.nullcontext() if derived else _held_whole():
         return compile(module, example_inputs)
+
+
+def _broken(module: fx.GraphModule) -> str:
+    """The place where Dynamo broke a model's graph off behind this one, and why; "" where it did not."""
+    reason = getattr(module, "compile_subgraph_reason", None)
+    if reason is None or not reason.graph_break:
+        return ""
+    at = f"{Path(reason.user_stack[-1].filename).name}:{reason.user_stack[-1].lineno}" if reason.user_stack else "its end"
+    line = (reason.user_stack[-1].line or "").strip() if reason.user_stack else ""
+    said = next((x.strip() for x in reason.reason.splitlines() if x.strip()), "no reason given")
+    return f"{at}{f' ({line})' if line else ''}: {said}"
 
 
 def register() -> None:

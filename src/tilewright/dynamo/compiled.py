@@ -8,7 +8,7 @@ import threading
 import weakref
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, cast
 
@@ -16,13 +16,16 @@ import torch
 from torch import fx
 
 from tilewright.any_shape import AnyShape
-from tilewright.compiler import compile, search_behind
+from tilewright.compiler import compile
 from tilewright.dynamo.options import Options
 from tilewright.errors import LOGGER, TilewrightError
+from tilewright.frontends import GRAPH_BREAK
 from tilewright.frontends.torch.aot import Concrete, Given, Open, read, written
-from tilewright.program import Program
+from tilewright.program import Program, search_behind
+from tilewright.recent import Recent
 from tilewright.runtime.arrays import address, separate
-from tilewright.runtime.executable import Step
+from tilewright.runtime.steps import Step
+from tilewright.tracing import transformed
 
 OFTEN = 8  # calls after which better kernels are looked for, and each time after as many again
 CHANGES = 2  # of a parameter's values, after which kernels read it as it is
@@ -47,7 +50,7 @@ class Instance:
         self.program, self.calls, self._concrete = program, 0, concrete
         self._device = torch.device(program.target.device)
         self._elsewhere = {p for p in (*concrete.inputs, *concrete.written) if args[p].device != self._device}
-        self._bound: OrderedDict[tuple[int, ...], _Bound] = OrderedDict()
+        self._bound: Recent[tuple[int, ...], _Bound] = Recent(BOUND)
 
     def __call__(self, args: Sequence[Any]) -> list[object]:
         """The results of the graph; arguments that it writes to are written."""
@@ -70,15 +73,13 @@ class Instance:
     def _over(self, caches: Sequence[torch.Tensor]) -> _Bound:
         """The program over these caches, which are not kept alive by it."""
         key, pointers = tuple(map(id, caches)), [*map(_pointer, caches)]
-        found = self._bound.get(key)
+        found = self._bound.find(key)
         if found is not None and found.made_of is self.program.steps and pointers == found.pointers:
             return found
         program, made_of = self.program.with_state([t.detach() for t in caches]), self.program.steps
         drop = partial(_forget, weakref.ref(self), key)
         lives = [weakref.ref(t, drop) for t in caches]
         found = self._bound[key] = _Bound(program, made_of, pointers, frozenset(map(address, caches)), lives)
-        while len(self._bound) > BOUND:
-            self._bound.popitem(last=False)
         return found
 
 
@@ -120,7 +121,7 @@ class Held:
     constants: list[int]
 
     def __init__(self, args: Sequence[Any], constants: Sequence[int], ranges: tuple[Open, AnyShape] | None) -> None:
-        """Programs that the arguments at `constants` are constants of."""
+        """Programs in which the arguments at `constants` are constants."""
         self.instances, self.ranges = OrderedDict(), ranges
         self.constants = list(constants)
         self._get = operator.itemgetter(*constants) if len(constants) > 1 else None
@@ -150,17 +151,21 @@ class Compiled:
         name: "forward", "backward" or "inference".
         why: the sentence why torch runs the graph; None if programs do.
         concrete: the sentence why its extents are not left open; None if they are, or if it has none.
+        broken: where torch.compile breaks the model's graph off behind this one, and why; "" where it does not.
         number: of the graph, counted through the process.
     """
 
     name: str
     why: str | None
     concrete: str | None
+    broken: str
     number: int
 
-    def __init__(self, module: fx.GraphModule, constant: Collection[int], options: Options, name: str) -> None:
+    def __init__(
+        self, module: fx.GraphModule, constant: Collection[int], options: Options, name: str, broken: str = ""
+    ) -> None:
         """A graph whose arguments at `constant` are parameters and buffers."""
-        self.name, self.why, self.concrete = name, None, None
+        self.name, self.why, self.concrete, self.broken = name, None, None, broken
         self._module, self._options = module, options
         holders = [n.meta.get("val") for n in module.graph.nodes if n.op == "placeholder"]
         self._numbers = [i for i, value in enumerate(holders) if not isinstance(value, torch.Tensor)]
@@ -178,7 +183,7 @@ class Compiled:
         """The results of the graph, for its arguments, which are let go of."""
         given = [*args]
         args.clear()
-        if self.why is not None:
+        if self.why is not None or transformed():  # torch's own operations know derivatives forward
             return self._by_torch(given)
         key = self._extents(given)
         found = self._find(key, given) or self._make(key, given)
@@ -206,7 +211,7 @@ class Compiled:
 
     @property
     def compiled(self) -> int:
-        """How many times the graph was read and rewritten."""
+        """The number of times that the graph was read and rewritten."""
         with self._lock:
             return self._read + sum(h.ranges[1].compiled for h in self._held if h.ranges is not None)
 
@@ -219,7 +224,7 @@ class Compiled:
         return None if held is None else held.instances.get(key)
 
     def _current(self, args: Sequence[Any]) -> Held | None:
-        """What holds for these parameters as they are; what held for them as they were is dropped."""
+        """Find the programs that hold for these parameters as they are; those for a parameter's former value are dropped."""
         for held in self._held:
             stale = held.stale(args)
             if stale is None:
@@ -265,7 +270,7 @@ class Compiled:
             return made
 
     def _holding(self, args: Sequence[Any]) -> Held:
-        """Nothing yet for these parameters: the graph, read with its extents left open where it can be."""
+        """Begin with these parameters: read the graph with its extents left open, where it can be; no program is made yet."""
         constant = {i for i in self._constant if not args[i].is_inference()}
         ranges = None
         if self._open and self.concrete is None:
@@ -306,6 +311,9 @@ class Compiled:
         return self._with_options(Instance(program, concrete, args))
 
     def _with_options(self, made: Instance) -> Instance:
+        if self.broken:
+            source = made.program.source
+            made.program.source = replace(source, notes=(*source.notes, GRAPH_BREAK + self.broken))
         if made.program.own_graphs != self._options.cuda_graphs:
             made.program.own_graphs = self._options.cuda_graphs
             made.program.swap(made.program.steps)
@@ -330,6 +338,6 @@ def _is_open(value: object) -> bool:
 
 
 def _device(args: Sequence[Any]) -> torch.device:
-    """Where a graph with these arguments runs: on the accelerator where one of them lies."""
+    """The device that a graph with these arguments runs on: the accelerator where one of them lies, else the CPU."""
     devices = (t.device for t in args if isinstance(t, torch.Tensor) and t.device.type != "cpu")
     return next(devices, torch.device("cpu"))

@@ -29,18 +29,22 @@ from typing import cast
 from tilewright.digests import stamp_of
 from tilewright.discovery import in_turn, modules
 from tilewright.errors import InputError, UnsupportedError, check_type
+from tilewright.frontends._local import over_whole
+from tilewright.frontends._plan import as_mesh
 from tilewright.ir.dims import Dim, Scope, as_dim, spelt
 from tilewright.ir.graph import Graph
+from tilewright.ir.mesh import Mesh
 from tilewright.ir.ops import Input
 from tilewright.ir.types import TensorType, TupleType
-from tilewright.ir.verify import verify
+from tilewright.ir.verify import mesh_axes, verify
 
 ALLOW_CALLS = "if you trust the file: --allow-calls, or LoadOptions(allow_calls=True)"
 MOST_OPERATIONS = 50_000
 MOST_BYTES = 1 << 33
 _UNTRUSTED: ContextVar[bool] = ContextVar("untrusted", default=False)
 _BESIDE: ContextVar[dict[Path, tuple[int, ...]] | None] = ContextVar("beside", default=None)
-SUFFIXES = ".hlo, .mlir, .stablehlo, .onnx, .tw or .twp"
+GRAPH_BREAK = "graph break: "  # begins a note of a graph behind which torch.compile breaks off, with where and why
+SUFFIXES = ".hlo, .txt of HLO, .mlir, .stablehlo, .onnx, .tw or .twp"
 
 
 @dataclass(frozen=True)
@@ -63,6 +67,9 @@ class LoadOptions:
         scope: where the open extents are kept, with what reading took for granted about them (`ir/dims.py`).
         follow_links: read data beside an ONNX model through any symbolic link; else only through those that stay in the model's
             folder, or in the Hugging Face cache that holds it.
+        mesh: the ranks that are to run the program, a `Mesh` or its words, "dp=2,tp=4"; None reads it for one device.
+        plan: how tensors are to lie on the mesh, by names of inputs, in the words of `frontends/_plan.py`; of torch modules
+            also by names of parameters and modules, these in the words of `frontends/torch/placed.py`. "auto": a module's own.
 
     Raises:
         InputError: a shape is none, an extent no whole number, or negative; a fixed value is no number.
@@ -78,11 +85,20 @@ class LoadOptions:
     follow_links: bool = False
     dims: Mapping[str, object] | bool = False
     scope: Scope = field(default_factory=Scope)
+    mesh: Mesh | None = None
+    plan: Mapping[str, object] | str | None = None
 
     def __post_init__(self) -> None:
         check_type(self.input_dims, Mapping, "input_dims", '{"x": (1, 128)}')
+        object.__setattr__(self, "mesh", as_mesh(self.mesh))
+        if self.plan != "auto":
+            check_type(self.plan, (Mapping, type(None)), "plan", '{"layers.*.wq": "colwise", "x": "[tp, ]"}, or "auto"')
+        if self.plan and self.mesh is None:
+            raise InputError("a plan is given, and no mesh for it", where="plan", hint='mesh="tp=4"')
         check_type(self.dims, (Mapping, bool), "dims", '{"batch": (1, 64), "seq": (1, 512)}')
         if isinstance(self.dims, Mapping):
+            for name in self.dims:
+                check_type(name, str, "a name in dims", '{"batch": (1, 64)}; of an input\'s axis, {"x.0": (1, 64)}')
             object.__setattr__(self, "dims", {name: as_dim(name, given) for name, given in self.dims.items()})
         check_type(self.fixed, Mapping, "fixed", '{"use_cache_branch": True}')
         for name, value in self.fixed.items():
@@ -95,6 +111,16 @@ class LoadOptions:
             for extent in extents:
                 if not hasattr(extent, "__index__") or extent < 0:
                     raise InputError(f"{extent!r} is no extent", where=name, hint="a whole number, 0 or more")
+
+    def plan_of_names(self) -> Mapping[str, object]:
+        """The plan of a program that has none of its own.
+
+        Raises:
+            InputError: it asks for the program's own.
+        """
+        if isinstance(self.plan, str):
+            raise InputError("the program has no plan of its own", where="plan", hint='{"x": "[tp, ]"}')
+        return self.plan or {}
 
     def open_extent(self, name: str) -> int | None:
         """The extent of this name in the program, where it is to stay open; None where it is not."""
@@ -184,16 +210,30 @@ def _read(program: object, options: LoadOptions) -> Graph:
     if isinstance(program, str) and not program.strip():
         raise InputError("the program is empty", hint="a path, or HLO or StableHLO text")
     if isinstance(program, Graph):
-        return as_asked(verify(program), options)
+        return as_asked(_on_mesh(verify(program), options), options)
     if isinstance(program, Path) or (isinstance(program, str) and "\n" not in program and not _is_line(program)):
         program = _existing(Path(program))
     for module in in_turn(__name__, defining="accepts"):  # torch's imports half a second, and comes last
         if module.accepts(program):
-            return as_asked(verify(module.load(program, options)), options)
+            graph = verify(module.load(program, options))
+            return as_asked(graph if graph.mesh == options.mesh else _on_mesh(graph, options), options)
     if isinstance(program, Path):
         raise InputError(f"nothing here reads {program}", hint=f"a file is told by its suffix: {SUFFIXES}")
     hint = "HLO or StableHLO text, ONNX, a torch ExportedProgram or nn.Module"
     raise InputError(f"nothing here reads type {type(program).__name__}", hint=hint)
+
+
+def _on_mesh(graph: Graph, options: LoadOptions) -> Graph:
+    """A program of a source that knows of no meshes, on the one that is asked for, with its inputs placed as planned.
+
+    Raises:
+        InputError: a plan is given for a program that says itself how it lies, or names what it has not.
+    """
+    if options.mesh is None or graph.mesh is not None or mesh_axes(graph.outputs):
+        if options.plan:
+            raise InputError("the program says itself how it lies on a mesh", where="plan", hint="leave the plan out")
+        return graph
+    return verify(over_whole(graph, options.mesh, options.plan_of_names()))
 
 
 def as_asked(graph: Graph, options: LoadOptions) -> Graph:

@@ -10,12 +10,14 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from tilewright.errors import InputError, UnsupportedError
 from tilewright.frontends import LoadOptions
 from tilewright.frontends.stablehlo import jaxlib
 from tilewright.frontends.stablehlo.read import read_module, source_text
 from tilewright.frontends.stablehlo.scaled_dot import as_custom_calls
+from tilewright.frontends.stablehlo.shardings import groups_spelt_out
 from tilewright.frontends.stablehlo.structure import ELIDED
 from tilewright.ir.graph import Graph
 
@@ -31,6 +33,7 @@ _ELIDED = re.compile(
     r"^(?P<head>\s*(?:ROOT\s+)?%?(?P<name>[\w.\-]+)\s*=\s*[^=\n]*?)\bconstant\(\s*\{\s*\.\.\.\s*\}\s*\)", re.MULTILINE
 )
 _ENTRY = re.compile(r"^ENTRY\b.*?^\}", re.MULTILINE | re.DOTALL)
+_PARTITIONED = re.compile(r"^ENTRY\s+%?[\w.\-]*_spmd\b", re.MULTILINE)  # as XLA's partitioner calls what it made
 _UNCONVERTED = ("scan",)
 _COMMENT = re.compile(r"/\*.*?\*/", re.DOTALL)
 _ASSIGNMENT = re.compile(r"^\s*(?P<root>ROOT\s+)?%?(?P<name>[\w.\-]+)\s*=\s*(?P<rest>.*)")
@@ -40,8 +43,8 @@ def accepts(program: object) -> bool:
     """Tell whether `program` is a path ending in .hlo, or text (or a .txt file) that begins with `HloModule` or a
     computation."""
     if isinstance(program, Path):
-        if program.suffix != ".txt":
-            return program.suffix == ".hlo"
+        if program.suffix.lower() != ".txt":
+            return program.suffix.lower() == ".hlo"
         with program.open("rb") as file:
             return _is_hlo(file.read(_PEEK).decode(errors="replace"))
     return isinstance(program, str) and _is_hlo(program)
@@ -79,12 +82,14 @@ def load(program: object, options: LoadOptions) -> Graph:
 
     Raises:
         InputError: malformed or truncated text.
-        UnsupportedError: custom calls, collectives, or types that nothing expresses.
+        UnsupportedError: custom calls or types that nothing expresses, or collectives without a mesh.
         MissingDependencyError: no jaxlib.
     """
     text, where = source_text(program)
     text = with_header(text, where)
-    prepared = _ELIDED.sub(rf'\g<head>custom-call(), custom_call_target="{ELIDED}\g<name>"', as_custom_calls(text))
+    prepared = _ELIDED.sub(
+        rf'\g<head>custom-call(), custom_call_target="{ELIDED}\g<name>"', as_custom_calls(groups_spelt_out(text))
+    )
     if re.search(r"\bconstant\([^)\n]*\.\.\.", prepared):
         hint = "print it with XLA_FLAGS=--xla_dump_large_constants"
         raise InputError("a constant is left out in part of the text", where=where, hint=hint)
@@ -92,9 +97,31 @@ def load(program: object, options: LoadOptions) -> Graph:
         module = jaxlib.parse(jaxlib.hlo_to_stablehlo(prepared, where), where)
     except InputError as error:
         raise _unknown(error, text, where) or error from None
+    _keep_counts(module, text)
     entry = _ENTRY.search(prepared)
     instructions = _instructions(entry.group(0) if entry else prepared)
-    return read_module(module, "", where, options, _parameters(instructions), _results(instructions))
+    return read_module(
+        module,
+        "",
+        where,
+        options,
+        _parameters(instructions),
+        _results(instructions),
+        text,
+        local=_PARTITIONED.search(text) is not None,
+    )
+
+
+def _keep_counts(module: Any, text: str) -> None:
+    """Keep the numbers of devices that a module's first line says, which XLA's converter drops, where StableHLO has them."""
+    head = text[: text.find("\n") if "\n" in text else len(text)]
+    for word, name in (("replica_count", "mhlo.num_replicas"), ("num_partitions", "mhlo.num_partitions")):
+        count = re.search(rf"\b{word}=(\d+)", head)
+        if count is not None:
+            with module.context:
+                module.operation.attributes[name] = jaxlib.api().ir.IntegerAttr.get(
+                    jaxlib.api().ir.IntegerType.get_signless(32), int(count.group(1))
+                )
 
 
 def _unknown(error: InputError, text: str, where: str) -> UnsupportedError | None:

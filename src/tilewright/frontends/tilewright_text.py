@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING
 
 from tilewright.dtype import OPAQUE
 from tilewright.errors import InputError, TilewrightError
+from tilewright.files import SAVED
 from tilewright.frontends import ALLOW_CALLS, LoadOptions
-from tilewright.ir.artefact import SUFFIX as SAVED
 from tilewright.ir.artefact import Container, Manifest
 from tilewright.ir.graph import Graph, Node
 from tilewright.ir.literal import Literal

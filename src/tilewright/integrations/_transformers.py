@@ -30,7 +30,7 @@ MIXED = "mixed"  # the scheme of a model whose layers were quantised otherwise: 
 
 
 class TilewrightConfig(QuantizationConfigMixin):  # pyright: ignore[reportUntypedBaseClass]
-    """What `from_pretrained(..., quantization_config=)` is to do with linear layers, and what `config.json` says of it.
+    """A quantisation by Tilewright, as `from_pretrained(..., quantization_config=)` takes it and `config.json` keeps it.
 
     Args:
         scheme: as for `tilewright.quantize_`, such as "w4g64".
@@ -94,7 +94,7 @@ class TilewrightQuantizer(HfQuantizer):
         return linear and not self.pre_quantized and not self._stays(model, name, module)
 
     def get_quantize_ops(self) -> ConversionOps:
-        """What is done to such a parameter once it is read."""
+        """The operation that transformers applies to such a parameter once it is read."""
         return _Quantize(self)
 
     def _process_model_before_weight_loading(
@@ -148,12 +148,12 @@ class TilewrightQuantizer(HfQuantizer):
 
     @property
     def is_trainable(self) -> bool:  # pyright: ignore[reportIncompatibleMethodOverride] - what others return
-        """Whether gradients pass through layers, for adapters beside them; the weights are constant."""
+        """Tell transformers that gradients pass through the layers, for adapters beside them; the weights are constant."""
         return True
 
     @property
     def is_compileable(self) -> bool:
-        """Whether `torch.compile` takes the model: a layer is one operation."""
+        """Tell transformers that `torch.compile` takes the model: a layer is one operation."""
         return True
 
 
@@ -229,7 +229,7 @@ def _layers_of(
 
 
 def _without_data(name: str, linear: torch.nn.Module, state: Mapping[str, torch.Tensor]) -> Linear:
-    """What takes a layer's place, on the meta device, as its tensors in a file will have it.
+    """Make the layer that takes a linear one's place, on the meta device, of the shapes that its tensors have in a file.
 
     Raises:
         InputError: it is no linear layer, or the tensors are none of one.

@@ -1,5 +1,5 @@
 """Models of transformers: `TilewrightConfig` for `from_pretrained`; `accelerate_` and `savable_` for models that were
-quantised otherwise.
+quantised otherwise; `decode` for `generate`.
 
 Importing this module registers the method "tilewright" with transformers, which then reads the folders that it wrote.
 """
@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING
 from tilewright.errors import InputError
 
 if TYPE_CHECKING:
+    from tilewright.integrations._decoding import decode
     from tilewright.integrations._transformers import TilewrightConfig, TilewrightQuantizer, accelerate_, savable_
 
-__all__ = ["TilewrightConfig", "TilewrightQuantizer", "accelerate_", "savable_"]
+__all__ = ["TilewrightConfig", "TilewrightQuantizer", "accelerate_", "decode", "savable_"]
 
 
 def _registered() -> ModuleType:
@@ -38,4 +39,4 @@ def __getattr__(name: str) -> object:
     """Give the public names."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(_module, name)
+    return getattr(import_module("tilewright.integrations._decoding") if name == "decode" else _module, name)

@@ -23,7 +23,6 @@ _DEVICES = {"cpu": ("cpu", "cpu"), "gpu": ("cuda", "CUDA"), "cuda": ("cuda", "CU
 _NARROW = {"int4": "int8", "uint4": "uint8"}  # XLA packs two codes into a byte; programs take one a byte
 _compiling = threading.Lock()
 _registered: set[str] = set()
-_programs: dict[str, Program] = {}
 
 
 class Jitted:
@@ -122,11 +121,12 @@ class Jitted:
             if platform not in _registered:
                 _ffi().register(self._jax.ffi, platform)
                 _registered.add(platform)
-            if key not in _programs:
-                _programs[key] = compile(text, device=device, dims=False, **self._options)
-                _ffi().add(key, _programs[key])
-        if _programs[key] not in self.programs:
-            self.programs.append(_programs[key])
+            program = _ffi().program(key)
+            if program is None:
+                program = compile(text, device=device, dims=False, **self._options)
+                _ffi().add(key, program)
+        if program not in self.programs:
+            self.programs.append(program)
         return key
 
 

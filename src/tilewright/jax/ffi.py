@@ -19,12 +19,13 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from tilewright.errors import InputError, TilewrightError
+from tilewright.recent import Recent
 from tilewright.runtime.arrays import at_address
 
 if TYPE_CHECKING:
     from tilewright.ir.graph import Value
     from tilewright.ir.types import TensorType
-    from tilewright.runtime.executable import Executable
+    from tilewright.program import Program
 
 TARGET = "tilewright"  # the custom call's name
 PROGRAM = "program"  # its attribute: the key of a program
@@ -57,12 +58,12 @@ class _Callee:
 
     MOST = 64  # sets of buffers
 
-    def __init__(self, program: Executable) -> None:
+    def __init__(self, program: Program) -> None:
         self.program, self.device = program, program.target.device
         self.on_gpu = program.target.kind != "cpu"
         self.inputs = list(program.input_types.values())
         self.outputs = [o.tensor for o in program.graph.outputs]
-        self._known: dict[tuple[int, ...], tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
+        self._known: Recent[tuple[int, ...], tuple[list[torch.Tensor], list[torch.Tensor]]] = Recent(self.MOST)
 
     def tensors(self, frame: Any) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """The tensors over a frame's operands and over its results.
@@ -72,11 +73,9 @@ class _Callee:
         """
         operands, results = _buffers(frame, _OPERANDS), _buffers(frame, _RESULTS)
         key = tuple(word for buffer in (*operands, *results) for word in buffer)
-        found = self._known.get(key)
+        found = self._known.find(key)
         if found is None:
             found = _over(operands, self.inputs, self.device, "operands"), _over(results, self.outputs, self.device, "results")
-            if len(self._known) >= self.MOST:
-                self._known.clear()
             self._known[key] = found
         return found
 
@@ -84,9 +83,15 @@ class _Callee:
 _programs: dict[str, _Callee] = {}
 
 
-def add(key: str, program: Executable) -> None:
+def add(key: str, program: Program) -> None:
     """Keep a program for calls that name it: XLA's executables hold the key alone, for as long as they please."""
     _programs[key] = _Callee(program)
+
+
+def program(key: str) -> Program | None:
+    """The program that calls name by a key; None if there is none."""
+    found = _programs.get(key)
+    return None if found is None else found.program
 
 
 def _buffers(frame: Any, at: int) -> list[tuple[int, ...]]:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import threading
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextvars import copy_context
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import cast
@@ -28,7 +29,7 @@ from tilewright.m_dispatch import MOST_ROWS, AnyRows, compile_rows, known_rows
 from tilewright.program import Program
 from tilewright.progress import Progress
 from tilewright.runtime.quantized_weight import QuantizedWeight
-from tilewright.schedule.ahead import LIMIT_S, Job, compile_ahead
+from tilewright.schedule.ahead import Ahead, Job
 from tilewright.schedule.buckets import Buckets
 from tilewright.schedule.packed import unwritten
 from tilewright.schedule.problem import AnyProblem
@@ -147,8 +148,8 @@ def graph_at(signature: Signature, constants: Mapping[str, Node]) -> Callable[[i
 def keeps_digits(signature: Signature, rows: int) -> bool:
     """Tell whether weights stay as they are once they are scaled, though x has fewer digits: 4-bit ones, for few rows, on
     Hopper."""
-    few = rows <= FEW_ROWS and signature.codes.bits == 4 and not signature.quantize_activations
-    return few and "sm_90" in detect(signature.device).features
+    can = signature.codes.bits == 4 and not signature.quantize_activations and "sm_90" in detect(signature.device).features
+    return can and rows <= FEW_ROWS
 
 
 @cache
@@ -218,7 +219,7 @@ def _no_value(name: str) -> torch.Tensor:
 def _known_table(signature: Signature, target: Target) -> Buckets | None:
     """The table that `tune` measured in another process."""
     constants = constants_of(_bare(signature), _no_value)
-    return known_rows(graph_at(_bare(signature), constants), target, last=most_rows(target))
+    return known_rows(graph_at(_bare(signature), constants), target, most_rows(target))
 
 
 def _bare(signature: Signature) -> Signature:
@@ -339,7 +340,7 @@ class Kernels:
         return found
 
 
-_compiled: dict[tuple[AnyProblem, str], threading.Event] = {}  # what was given to compile workers, and whether it is done
+_compiled: dict[tuple[AnyProblem, str], Ahead] = {}  # who was asked to compile for a problem and a device
 
 
 def compile_first(problems: Iterable[AnyProblem], chosen: Iterable[Job], target: Target) -> None:
@@ -349,27 +350,17 @@ def compile_first(problems: Iterable[AnyProblem], chosen: Iterable[Job], target:
         return
     jobs = {job[0]: job for job in chosen if (job[0], target.device) not in _compiled}
     wanted = [p for p in dict.fromkeys(problems) if (p, target.device) not in _compiled and p not in jobs]
-    begun = {p: threading.Event() for p in (*jobs, *wanted)}
-    if not begun:
-        return
-    _compiled.update({(p, target.device): event for p, event in begun.items()})
-
-    def work() -> None:
-        try:
-            compile_ahead(wanted, target, first=True, chosen=list(jobs.values()), done=lambda p: begun[p].set())
-        finally:
-            for event in begun.values():
-                event.set()
-
-    threading.Thread(target=copy_context().run, args=(work,), name="tilewright compile", daemon=True).start()
+    if jobs or wanted:
+        begun = Ahead(wanted, target, first=True, chosen=list(jobs.values()))
+        _compiled.update({(p, target.device): begun for p in (*jobs, *wanted)})
 
 
 def compiled(problems: Iterable[AnyProblem], target: Target) -> None:
     """Wait until what was begun for these problems is compiled, or failed; for each no longer than compiling one may take."""
     for problem in problems:
-        event = _compiled.get((problem, target.device))
-        if event is not None:
-            event.wait(LIMIT_S)
+        begun = _compiled.get((problem, target.device))
+        if begun is not None:
+            begun.wait(problem)
 
 
 def _elsewhere(make: Callable[[Sequence[int]], dict[int, Program]], rungs: Sequence[int]) -> dict[int, Program]:
@@ -382,8 +373,25 @@ def _elsewhere(make: Callable[[Sequence[int]], dict[int, Program]], rungs: Seque
         torch.cuda.synchronize()
         return programs
 
+    other = _other.get()
+    if other is not None:
+        return other.submit(made).result()
     with ThreadPoolExecutor(1) as other:
         return other.submit(made).result()
+
+
+_other: ContextVar[ThreadPoolExecutor | None] = ContextVar("other", default=None)
+
+
+@contextmanager
+def one_thread() -> Generator[None]:
+    """A block in which one thread makes all kernels that are made elsewhere."""
+    with ThreadPoolExecutor(1) as other:
+        token = _other.set(other)
+        try:
+            yield
+        finally:
+            _other.reset(token)
 
 
 def tune(signature: Signature, weight: QuantizedWeight, *, budget_s: float = 30.0, progress: Progress | None = None) -> Buckets:

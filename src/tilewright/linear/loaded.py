@@ -18,7 +18,7 @@ from tilewright.linear.replace import Replaced, report
 from tilewright.runtime.checkpoint import Checkpoint
 from tilewright.runtime.quantized_weight import QuantizedWeight
 from tilewright.runtime.torchao_weights import from_torchao, is_torchao, parts_of, quantizes_activations
-from tilewright.threads import check
+from tilewright.threads import valid_count
 
 # Layers whose words are as in files; others of GPTQModel and AutoAWQ have put them in the order of their own kernels.
 AS_STORED = frozenset({"TorchLinear", "TorchQuantLinear", "TritonV2Linear", "TritonV2QuantLinear"}) | frozenset(
@@ -64,7 +64,7 @@ def take_over_(model: torch.nn.Module, *, threads: int | None = None) -> Replace
         InputError: the model holds no such layer, or is itself one.
     """
     check_type(model, torch.nn.Module, "model", "a torch.nn.Module that holds quantised layers")
-    check(threads)
+    valid_count(threads)
     made: MutableMapping[torch.nn.Module, Linear | str] = WeakKeyDictionary()
     layers, skipped, before = dict[str, Linear](), dict[str, str](), 0
     usual = next((p.dtype for p in model.parameters() if p.is_floating_point() and p.element_size() > 1), None)
@@ -134,7 +134,7 @@ def _read(module: torch.nn.Module) -> tuple[QuantizedWeight, bool] | str | None:
 
 
 def _configuration(module: torch.nn.Module) -> dict[str, object]:
-    """What a module says of its tensors, as a checkpoint's configuration does."""
+    """The entries of a checkpoint's configuration that a module's own attributes stand for."""
     said: dict[str, object] = {}
     scheme = cast("Any", getattr(module, "quantization_scheme", None))
     if scheme is not None and hasattr(scheme, "model_dump"):

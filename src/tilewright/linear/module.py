@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
 import torch
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from tilewright.dtype import DType, dtype, from_torch
 from tilewright.errors import InputError, check_type
 from tilewright.ir.ops.functions import BITS_TYPE
 from tilewright.linear.kernels import Kernels, Signature, tune
-from tilewright.linear.op import forget, kernels_for, linear, plain_linear
+from tilewright.linear.op import dense_linear, forget, kernels_for, linear, plain_linear
 from tilewright.progress import Progress, said
 from tilewright.runtime.checkpoint import Checkpoint, read_checkpoint
 from tilewright.runtime.quantized_weight import QuantizedWeight, pack
 from tilewright.schedule.buckets import Buckets
-from tilewright.threads import check, limited
+from tilewright.threads import limited, valid_count
+from tilewright.tracing import transformed
 
 _OPTIONAL = ("zero_points", "offsets", "order", "factor")
 _MEANING = re.compile(  # what `Linear._meaning` says
@@ -32,9 +33,9 @@ _MEANING = re.compile(  # what `Linear._meaning` says
 class LayerWeight(QuantizedWeight):
     """A `QuantizedWeight` that answers as a tensor [out, in] of a float type would.
 
-    `dtype` is torch's own here, that of the layer (`code_type` is that of the codes), `device` where the codes are. `@`, an
-    index, every function and every attribute of a tensor work on the dequantised matrix, made anew each time: nothing written
-    to it comes back.
+    `dtype` is torch's own here, that of the layer (`code_type` is that of the codes), `device` where the codes are. Operators,
+    an index, every function and every attribute of a tensor work on the dequantised matrix, made anew each time. What writes to
+    the weight itself is refused with an InputError; what writes to such a matrix, or to a part of it, changes that alone.
     """
 
     @staticmethod
@@ -79,7 +80,32 @@ class LayerWeight(QuantizedWeight):
         """Itself: there is no gradient to leave behind."""
         return self
 
-    requires_grad = False
+    @data.setter
+    def data(self, value: object) -> None:
+        raise _written("data")
+
+    @property
+    def requires_grad(self) -> bool:
+        """False: it is constant."""
+        return False
+
+    @requires_grad.setter
+    def requires_grad(self, value: bool) -> None:
+        self.requires_grad_(value)
+
+    def requires_grad_(self, requires_grad: bool = True) -> LayerWeight:
+        """Itself, as it is constant.
+
+        Raises:
+            InputError: a gradient is asked for.
+        """
+        if requires_grad:
+            raise InputError(
+                "a quantised layer's weight has no gradient",
+                hint="train the float layer, then tilewright.quantize_; or low-rank weights beside this one",
+            )
+        return self
+
     grad = None
     _is_hf_initialized = True  # transformers draws no values at random for what says so
 
@@ -93,22 +119,26 @@ class LayerWeight(QuantizedWeight):
         """The matrix [out, in]."""
         return self.dequantize(self.dtype)
 
-    def __matmul__(self, other: torch.Tensor) -> torch.Tensor:
-        return self.tensor() @ other
-
-    def __rmatmul__(self, other: torch.Tensor) -> torch.Tensor:
-        return other @ self.tensor()
-
     def __getitem__(self, index: Any) -> torch.Tensor:
         return self.tensor()[index]
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        raise _written("an assignment to a part")
 
     def __len__(self) -> int:
         return self.out_features
 
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return iter(self.tensor())
+
+    def __hash__(self) -> int:
+        """The object's identity, as of a tensor, though == compares elements."""
+        return object.__hash__(self)
+
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or not hasattr(torch.Tensor, name):
             raise AttributeError(f"a quantised weight has no {name!r}")
-        return getattr(self.tensor(), name)
+        return _refusal(name) if name.endswith("_") else getattr(self.tensor(), name)
 
     @classmethod
     def __torch_function__(
@@ -117,8 +147,45 @@ class LayerWeight(QuantizedWeight):
         def dense(x: Any) -> Any:
             return x.tensor() if isinstance(x, LayerWeight) else x
 
-        given, named = cast("tuple[Any, dict[str, Any]]", tree_map(dense, (tuple(args), dict(kwargs or {}))))
+        named = dict(kwargs or {})
+        writes = func.__name__.endswith("_") and not func.__name__.endswith("__")  # such as those of torch.nn.init
+        target = (*args, *named.values())[:1] if writes else named.get("out")
+        if any(isinstance(t, LayerWeight) for t in tree_leaves(target)):
+            raise _written(func.__name__)
+        given, named = cast("tuple[Any, dict[str, Any]]", tree_map(dense, (tuple(args), named)))
         return func(*given, **named)
+
+
+def _written(how: str) -> InputError:
+    """The refusal of a write to a quantised weight."""
+    return InputError(
+        f"a quantised layer's weight cannot be written to: {how}",
+        hint="write to the float weight, then tilewright.quantize_; or tilewright.Linear(tilewright.pack(matrix)) in its place",
+    )
+
+
+def _refusal(name: str) -> Callable[..., Any]:
+    def refuse(*args: object, **kwargs: object) -> Any:
+        raise _written(name)
+
+    return refuse
+
+
+def _operator(name: str) -> Callable[..., Any]:
+    """A tensor's own operator, on the matrix."""
+
+    def compute(weight: LayerWeight, *others: Any) -> Any:
+        return getattr(weight.tensor(), name)(*(o.tensor() if isinstance(o, LayerWeight) else o for o in others))
+
+    return compute
+
+
+for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul"):
+    for _side in ("", "r"):
+        setattr(LayerWeight, f"__{_side}{_name}__", _operator(f"__{_side}{_name}__"))
+    setattr(LayerWeight, f"__i{_name}__", _refusal(f"__i{_name}__"))
+for _name in ("neg", "pos", "abs", "eq", "ne", "lt", "le", "gt", "ge", "array"):
+    setattr(LayerWeight, f"__{_name}__", _operator(f"__{_name}__"))
 
 
 def usual_type(weight: QuantizedWeight) -> torch.dtype:
@@ -202,7 +269,7 @@ class Linear(torch.nn.Linear):
         float_type: torch.dtype | None = None,
     ) -> None:
         torch.nn.Module.__init__(self)  # pyright: ignore[reportUnknownMemberType] - a float weight is never made
-        self.threads = check(threads)
+        self.threads = valid_count(threads)
         check_type(weight, QuantizedWeight, "weight", "tilewright.pack(weight), or Linear.from_float(layer)")
         check_type(bias, (torch.Tensor, type(None)), "bias", f"a tensor [{weight.out_features}], or None")
         if bias is not None and tuple(bias.shape) != (weight.out_features,):
@@ -312,8 +379,7 @@ class Linear(torch.nn.Linear):
         if name == "weight":
             own = self.weight
             shaped = isinstance(value, torch.Tensor) and value.shape == own.shape and not value.is_meta
-            step = float(self.scales.abs().max()) if shaped and value.numel() else 0.0
-            if not shaped or float((value.detach().to(own.device, torch.float32) - own.dequantize()).abs().max()) > step:
+            if not shaped or not own.quantises(value):
                 raise InputError(
                     "another weight for a quantised layer",
                     hint="load or tie weights before tilewright.quantize_, or put a new tilewright.Linear in its place",
@@ -336,6 +402,9 @@ class Linear(torch.nn.Linear):
         held = self._buffers  # torch looks an attribute that is a buffer up in three places, at a microsecond each
         parts = held["packed"], held["scales"], held["zero_points"], held["offsets"], held["order"], held["factor"]
         bias = self._parameters["bias"]
+        if transformed():
+            weight = self.weight.plain()
+            return dense_linear(x, weight, bias, quantize_activations=self.quantize_activations)
         derived = torch.is_grad_enabled() and (x.requires_grad or (bias is not None and bias.requires_grad))
         apply = linear if derived else plain_linear
         if self.threads is not None and not torch.compiler.is_compiling():

@@ -11,12 +11,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 from torch.utils.weak import TensorWeakRef, WeakTensorKeyDictionary
 
-from tilewright.dtype import dtype
-from tilewright.errors import InputError, TypeMismatchError
+from tilewright.dtype import F8E4M3FN, S8, DType, dtype
+from tilewright.errors import InputError, TypeMismatchError, UnsupportedError
 from tilewright.linear.kernels import Kernels, Signature
-from tilewright.runtime.quantized_weight import QuantizedWeight
+from tilewright.runtime.quantized_weight import SMALLEST_NORMAL, QuantizedWeight
 
 BIAS = 5  # of the arguments behind the packed codes
 NAME = "tilewright::linear"
@@ -115,7 +116,10 @@ def _linear(
     Raises:
         TypeMismatchError: extents or types do not fit together, or they lie on several devices.
         InputError: activations are no floats of 16, 32 or 64 bits; a CUDA graph is captured and no kernel is ready.
+        UnsupportedError: torch computes derivatives forward, which this operation has none of.
     """
+    if forward_ad._current_level >= 0:  # pyright: ignore[reportPrivateUsage] - torch would take the tangent for zero
+        raise UnsupportedError(f"{NAME} has no forward derivative", hint="call the tilewright.Linear, which has one")
     held = _held.get(packed)
     kernels = None
     sides, meaning = (scales, zero_points, offsets, factor), (code_type, group_size, divides)
@@ -151,6 +155,29 @@ def _check(x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None) -> 
         raise TypeMismatchError(f"the bias is on {bias.device} and the weight on {packed.device}", hint=hint)
     if bias.shape != packed.shape[:1]:
         raise TypeMismatchError(f"a bias of shape {list(bias.shape)}", hint=f"[{packed.shape[0]}], one a row of the weight")
+
+
+def dense_linear(
+    x: torch.Tensor, weight: QuantizedWeight, bias: torch.Tensor | None, *, quantize_activations: bool
+) -> torch.Tensor:
+    """The same product by torch's operations on the dequantised weight, each of which knows its derivatives of any order,
+    forward and backward, and its batches. Activations that are quantised have the derivative of those that are not, as in
+    `linear`."""
+    _check(x, weight.packed, bias)
+    wide = torch.promote_types(x.dtype, torch.float32) if quantize_activations else x.dtype
+    rows = x.to(wide)
+    if quantize_activations:
+        rows = rows + (_rounded(rows.detach(), F8E4M3FN if weight.code_type.is_float else S8) - rows.detach())
+    y = torch.nn.functional.linear(rows, weight.dequantize(wide), None if bias is None else bias.to(wide))
+    return y.to(x.dtype)
+
+
+def _rounded(rows: torch.Tensor, code: DType) -> torch.Tensor:
+    """Rows as codes of 8 bits hold them, each with the scale of its largest magnitude."""
+    scale = (rows.abs().amax(-1, keepdim=True) / code.max).clamp(min=SMALLEST_NORMAL)
+    codes = rows / scale
+    whole = codes.round() if code.is_integer else codes.clamp(code.min, code.max).to(code.to_torch()).to(rows.dtype)
+    return whole * scale
 
 
 def _shape(x: torch.Tensor, packed: torch.Tensor, *others: Any) -> torch.Tensor:

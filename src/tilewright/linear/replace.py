@@ -14,9 +14,11 @@ from weakref import WeakKeyDictionary
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from tilewright.candidates.triton.runtime.module import warm
+from tilewright.cycles import young
 from tilewright.errors import InputError, TypeMismatchError, check_type
 from tilewright.hardware.detect import detect
-from tilewright.linear.kernels import compile_first
+from tilewright.linear.kernels import compile_first, one_thread
 from tilewright.linear.module import Linear, make_ready, meets_codes, numbers_of_rows
 from tilewright.progress import said
 from tilewright.rules.calibrate import shares
@@ -24,7 +26,7 @@ from tilewright.runtime.checkpoint import Checkpoint, some
 from tilewright.runtime.quantized_weight import QuantizedWeight, pack
 from tilewright.runtime.torchao_weights import is_torchao
 from tilewright.schedule.worker import begin
-from tilewright.threads import check
+from tilewright.threads import valid_count
 
 SCHEMES = (
     "w4g32, w4g64, w4g128, w8, w8g128 (any group; w4 and w8 have one scale a row); z after for zero points (w4g64z), "
@@ -115,7 +117,7 @@ def quantize_(
     """
     check_type(model, torch.nn.Module, "model", "a torch.nn.Module that holds linear layers")
     check_type(scheme, (str, Checkpoint, Mapping), "scheme", '"w4g64", or what tilewright.read_checkpoint gives')
-    check(threads)
+    valid_count(threads)
     check_type(filter, (Callable, type(None)), "filter", 'lambda name, module: name != "lm_head"')
     if isinstance(model, torch.nn.Linear):
         raise InputError("a linear layer cannot be replaced in itself", hint="tilewright.Linear.from_float(layer)")
@@ -129,7 +131,8 @@ def quantize_(
     total = len(places)
     if any(p.is_cuda for *_, module in places for p in module.parameters(recurse=False)):
         begin()  # what `prepare` will need
-    with said("quantising linear layers") as progress:
+        warm()
+    with said("quantising linear layers") as progress, young():
         while places:
             name, parent, attribute, module = places.popleft()
             progress(total - len(places) - 1, total, name)
@@ -185,7 +188,8 @@ def prepare(model: torch.nn.Module, rows: int | Iterable[int], dtype: torch.dtyp
     layers = {name: m for name, m in model.named_modules() if isinstance(m, Linear)}
     if any(m.packed.is_cuda for m in layers.values()):
         begin()
-    with said("preparing the kernels of quantised layers") as progress:
+        warm()
+    with said("preparing the kernels of quantised layers") as progress, young(), one_thread():
         forms = {kernels.signature: kernels for kernels in (m.kernels(dtype) for m in layers.values())}
         for device in dict.fromkeys(form.device for form in forms):
             found = [kernels.to_build(wanted) for form, kernels in forms.items() if form.device == device]
@@ -282,7 +286,7 @@ def why_not(name: str, module: torch.nn.Linear, parent: torch.nn.Module, filter:
 
 
 def maker(scheme: str) -> Make:
-    """What makes the quantised layer of a name and a float one, or says why none is made.
+    """A function that, of a layer's name and the float layer, makes the quantised one, or says why it makes none.
 
     Raises:
         InputError: there is no such scheme. When it is called: a weight holds infinity or NaN.

@@ -51,7 +51,11 @@ class IOBinding:
         shape: Sequence[int] | None = None,
         buffer_ptr: int | None = None,
     ) -> None:
-        """Write an output to contiguous memory at an address, or, without one, to new memory on a device."""
+        """Write an output to contiguous memory at an address, or, without one, to new memory on a device.
+
+        Raises:
+            SessionError: an address is given without a shape or an element type.
+        """
         place = device(device_type, device_id)
         if buffer_ptr is None:
             self._outputs[name] = place
@@ -61,7 +65,11 @@ class IOBinding:
         self._outputs[name] = at_address(buffer_ptr, TensorType(dtype_of(element_type), tuple(shape)), place)
 
     def bind_ortvalue_output(self, name: str, ortvalue: Any) -> None:
-        """Write an output into a value's memory."""
+        """Write an output into a value's memory.
+
+        Raises:
+            InputError: it is no `OrtValue`.
+        """
         if not isinstance(ortvalue, OrtValue):
             hint = "tilewright.ort.OrtValue.ortvalue_from_shape_and_type"
             raise InputError(

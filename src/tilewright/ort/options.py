@@ -1,8 +1,9 @@
-"""What a session is made with: options of sessions and of runs, as onnxruntime has them."""
+"""Options of sessions and of runs, as onnxruntime has them."""
 
 from __future__ import annotations
 
 import json
+import operator
 import os
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
@@ -10,10 +11,10 @@ from dataclasses import dataclass, field, fields
 from enum import IntEnum
 from pathlib import Path
 from time import perf_counter_ns, time_ns
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from tilewright.errors import InputError, UnsupportedError
-from tilewright.files import write_whole
+from tilewright.files import decoded, write_whole
 from tilewright.ort.values import OrtValue
 
 if TYPE_CHECKING:
@@ -37,7 +38,7 @@ class GraphOptimizationLevel(IntEnum):
 
 
 class ExecutionMode(IntEnum):
-    """Orders in which onnxruntime runs nodes. Here a step runs after the other."""
+    """Orders in which onnxruntime runs nodes. Here steps run one after the other."""
 
     ORT_SEQUENTIAL = 0
     ORT_PARALLEL = 1
@@ -46,7 +47,7 @@ class ExecutionMode(IntEnum):
 class _Entries:
     """Options by key, which are kept and not looked at."""
 
-    def __init__(self) -> None:
+    def __post_init__(self) -> None:
         self._entries: dict[str, str] = {}
 
     def _add(self, key: str, value: str) -> None:
@@ -90,17 +91,18 @@ class SessionOptions(_Entries):
     _initializers: dict[str, OrtValue] = field(default_factory=dict[str, OrtValue], init=False, repr=False)
     _files: dict[str, bytes] = field(default_factory=dict[str, bytes], init=False, repr=False)
 
-    def __post_init__(self) -> None:
-        super().__init__()
-
     @staticmethod
     def of_model(notes: Mapping[str, str]) -> SessionOptions:
-        """Options where none are given: those in a model's metadata, if the environment says so as for onnxruntime."""
+        """Options where none are given: those in a model's metadata, if the environment says so as for onnxruntime.
+
+        Raises:
+            SessionError: the metadata hold no options of a session.
+        """
         found = SessionOptions()
         if os.environ.get("ORT_LOAD_CONFIG_FROM_MODEL") != "1" or "ort_config" not in notes:
             return found
         try:
-            said = json.loads(notes["ort_config"])["session_options"]
+            said = decoded(notes["ort_config"], dict[str, Any])["session_options"]
             for one in fields(found):
                 if one.init and one.name in said:
                     setattr(found, one.name, type(getattr(found, one.name))(said[one.name]))
@@ -121,12 +123,20 @@ class SessionOptions(_Entries):
         return self._get(key)
 
     def add_free_dimension_override_by_name(self, name: str, value: int) -> None:
-        """Give an open extent of the model a value by its name."""
-        self._dims[name] = value
+        """Give an open extent of the model a value by its name.
+
+        Raises:
+            InputError: the value is no extent.
+        """
+        self._dims[name] = _extent(name, value)
 
     def add_free_dimension_override_by_denotation(self, denotation: str, value: int) -> None:
-        """Give open extents of the model's inputs a value by what they denote ("DATA_BATCH")."""
-        self._denoted[denotation] = value
+        """Give open extents of the model's inputs a value by what they denote ("DATA_BATCH").
+
+        Raises:
+            InputError: the value is no extent.
+        """
+        self._denoted[denotation] = _extent(denotation, value)
 
     def add_initializer(self, name: str, ortvalue: Any) -> None:
         """Take a value in place of an initializer of the model."""
@@ -185,6 +195,17 @@ class SessionOptions(_Entries):
                 t.data_location = t.DEFAULT
 
 
+def _extent(name: str, value: object) -> int:
+    """A number for an open extent.
+
+    Raises:
+        InputError: it is none.
+    """
+    if isinstance(value, bool) or not hasattr(value, "__index__") or (number := operator.index(cast("int", value))) < 0:
+        raise InputError(f"{value!r} is no extent", where=name, hint="a whole number, 0 or more")
+    return number
+
+
 @dataclass
 class RunOptions(_Entries):
     """Options of a run, which are kept and not looked at."""
@@ -194,9 +215,6 @@ class RunOptions(_Entries):
     log_verbosity_level: int = 0
     only_execute_path_to_fetches: bool = False
     terminate: bool = False
-
-    def __post_init__(self) -> None:
-        super().__init__()
 
     def add_run_config_entry(self, key: str, value: str) -> None:
         """Keep an option by key."""

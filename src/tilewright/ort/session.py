@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import threading
-from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from os import PathLike
@@ -22,12 +22,16 @@ from tilewright.errors import LOGGER, InputError, TypeMismatchError, Unsupported
 from tilewright.frontends.onnx.files import DataFiles, open_model, parsed
 from tilewright.frontends.onnx.inputs import is_closed
 from tilewright.frontends.onnx.tensors import element_type, embedded_tensor
+from tilewright.hardware.detect import detect
+from tilewright.ir.arrays import to_numpy
 from tilewright.ir.state import caller_inputs
 from tilewright.ir.types import TensorType
 from tilewright.ort.binding import IOBinding
 from tilewright.ort.options import Profile, SessionError, SessionOptions
 from tilewright.ort.values import OrtValue, spelt, strings, taken
-from tilewright.runtime.arrays import Wanted, address, separate, to_numpy
+from tilewright.recent import Recent
+from tilewright.runtime.arrays import Wanted
+from tilewright.threads import valid_count
 
 if TYPE_CHECKING:
     import onnx
@@ -125,6 +129,12 @@ class InferenceSession:
             UnsupportedError: no graph can express the model.
         """
         check_type(path_or_bytes, (str, bytes, PathLike, _proto()), "path_or_bytes", '"model.onnx", or its bytes')
+        if sess_options is not None and not hasattr(sess_options, "intra_op_num_threads"):
+            check_type(sess_options, SessionOptions, "sess_options", "tilewright.ort.SessionOptions()")
+        unknown = options.keys() - inspect.signature(compile).parameters.keys()
+        if unknown:
+            hint = "an option of tilewright.compile, such as budget_s"
+            raise InputError(f"no option is called {min(unknown)!r}", where="InferenceSession", hint=hint)
         source: Any = parsed(path_or_bytes, "the bytes given") if isinstance(path_or_bytes, bytes) else path_or_bytes
         model: onnx.ModelProto = open_model(Path(source)).model if isinstance(source, (str, PathLike)) else source
         notes = {p.key: p.value for p in model.metadata_props}
@@ -141,6 +151,7 @@ class InferenceSession:
         threads = getattr(self._sess_options, "intra_op_num_threads", 0)
         if threads:
             options.setdefault("threads", threads)
+        valid_count(options.get("threads"))
         constants = {t.name for t in model.graph.initializer}
         self._inputs = [_argument(i) for i in model.graph.input if i.name not in constants]
         ranked = all(i.type.tensor_type.HasField("shape") for i in model.graph.input if i.type.HasField("tensor_type"))
@@ -156,18 +167,34 @@ class InferenceSession:
         if self._profile is not None:
             self._profile.note("session_initialization", begun)
 
+    def __reduce__(self) -> str | tuple[Any, ...]:
+        """Refuse to be pickled or copied.
+
+        Raises:
+            UnsupportedError: always.
+        """
+        hint = "another InferenceSession of the same model; session.program.save(path) where no extent is open"
+        raise UnsupportedError("a session is neither pickled nor copied", where="InferenceSession", hint=hint)
+
     def _compile(self) -> None:
-        """Compile the model for the device of the provider."""
+        """Compile the model for the device of the provider.
+
+        Raises:
+            InputError: there is no such device.
+        """
         self._options["device"] = self._options.get("device") or next(iter(self._providers.values()))
-        self._kept: OrderedDict[tuple[tuple[int, ...], ...], Program] = OrderedDict()
-        self._ready: dict[tuple[tuple[int, ...], ...], _Ready] = {}
+        detect(self._options["device"])
+        self._kept: Recent[tuple[tuple[int, ...], ...], Program] = Recent(_SHAPES)
+        self._ready: Recent[tuple[tuple[int, ...], ...], _Ready] = Recent(_READY)
         self._overridden: dict[frozenset[str], InferenceSession] = {}
         self._any: Program | AnyShape | None = None
         if not self._leaves_open:
             self._any = compile(self._source, **self._options)
         else:
             try:
-                self._any = compile(self._source, dims=True, **self._options)
+                self._any = cast("Program | AnyShape", compile(self._source, dims=True, **self._options))
+                if isinstance(self._any, AnyShape):
+                    self._any.make_first()
             except (InputError, TypeMismatchError, UnsupportedError) as error:
                 LOGGER.info("%s is compiled for each shape: %s", self._meta.graph_name or "the model", error.what)
         known = self._any.source.outputs if self._any is not None else [None] * len(self._results)
@@ -258,25 +285,22 @@ class InferenceSession:
             raise InputError("a name, not a list of names", where="output_names", hint=f"[{output_names!r}]")
         try:
             picked = [places[name] for name in output_names] if output_names else places.values()
-        except KeyError as error:
-            what = f"no output is called {error.args[0]!r}"
-            raise InputError(what, where="output_names", hint=f"one of {', '.join(places)}") from None
+        except (KeyError, TypeError):
+            check_type(output_names, Collection, "output_names", f"{[*places]}, or None for all")
+            wrong = next(n for n in output_names or () if not isinstance(cast("object", n), str) or n not in places)
+            hint = f"one of {', '.join(places)}"
+            raise InputError(f"no output is called {wrong!r}", where="output_names", hint=hint) from None
         if self._overridable:
             fed = frozenset(o.name for o in self._overridable if o.name in feed)
             if fed:
                 return self._without(fed)._called(output_names, feed)
         given = self._checked(feed)
         key = tuple([getattr(v, "shape", ()) for v in given.values()])
-        ready = self._ready.get(key)
+        ready = self._ready.find(key)
         if ready is None:
-            ready = _Ready.of(self._program_for(given))
-            if len(self._ready) >= _READY:
-                self._ready.clear()
-            self._ready[key] = ready
+            ready = self._ready[key] = _Ready.of(self._program_for(given))
         values: list[Any] = [given[name] if wanted is None else wanted.take(given[name]) for name, wanted in ready.inputs]
-        borrowed = [address(v) for v in values if isinstance(v, torch.Tensor)]
-        program = ready.program
-        return ready, picked, separate(program.run(values), borrowed, program.constant_memory)
+        return ready, picked, ready.program.run_apart(values)
 
     def wait(self) -> None:
         """Wait until the device is done."""
@@ -321,8 +345,7 @@ class InferenceSession:
         Raises:
             SessionError: no provider has that name.
         """
-        for one in providers or ():
-            name = one if isinstance(one, str) else one[0]
+        for name, _ in map(_named, _listed(providers)):
             if name not in _PROVIDERS:
                 raise SessionError(
                     f"Unknown Provider Type: {name}", where="set_providers", hint=f"one of {', '.join(_PROVIDERS)}"
@@ -398,13 +421,9 @@ class InferenceSession:
                 LOGGER.debug("compiled for one shape: %s", error.what)
         key = tuple(shapes.get(i.name, ()) for i in self._inputs)
         with self._lock:
-            found = self._kept.get(key)
+            found = self._kept.find(key)
             if found is None:
                 found = self._kept[key] = compile(self._source, input_dims=self._open(shapes), dims=False, **self._options)
-                if len(self._kept) > _SHAPES:
-                    self._kept.popitem(last=False)
-            else:
-                self._kept.move_to_end(key)
             return found
 
     def _open(self, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
@@ -441,16 +460,44 @@ def _chosen(
     providers: Sequence[str | tuple[str, Mapping[str, Any]]] | None, options: Sequence[Mapping[str, Any]] | None
 ) -> dict[str, str]:
     """The first provider that there is kernels for, with the device that it names."""
-    wanted = list(providers or ["CPUExecutionProvider"])
-    for i, one in enumerate(wanted):
-        name, given = (one, {}) if isinstance(one, str) else one
+    check_type(options, (Sequence, type(None)), "provider_options", "[{...}], one for each provider")
+    wanted = [_named(one) for one in _listed(providers) or ["CPUExecutionProvider"]]
+    for i, (name, given) in enumerate(wanted):
         given = given or (options[i] if options is not None and i < len(options) else {})
         kind = _PROVIDERS.get(name)
         if kind is None or (kind == "cuda" and not torch.cuda.is_available() and len(wanted) > i + 1):
             LOGGER.warning("the provider %s is passed over", name)
             continue
-        return {name: "cpu" if kind == "cpu" else f"cuda:{int(given.get('device_id', 0))}"}
-    raise InputError(f"no kernels for {', '.join(map(str, wanted))}", where="providers", hint="CPUExecutionProvider")
+        number = str(given.get("device_id", 0))
+        if not number.isdecimal():
+            raise InputError(f"device_id={number}", where="provider_options", hint="the number of a device, from 0")
+        return {name: "cpu" if kind == "cpu" else f"cuda:{int(number)}"}
+    raise InputError(f"no kernels for {', '.join(name for name, _ in wanted)}", where="providers", hint="CPUExecutionProvider")
+
+
+def _listed(providers: object) -> Sequence[object]:
+    """Providers as a list.
+
+    Raises:
+        InputError: they are none.
+    """
+    if isinstance(providers, str):
+        raise InputError("a name, not a list of names", where="providers", hint=f"[{providers!r}]")
+    check_type(providers, (Sequence, type(None)), "providers", '["CPUExecutionProvider"]')
+    return cast("Sequence[object]", providers or ())
+
+
+def _named(provider: object) -> tuple[str, Mapping[str, Any]]:
+    """A provider's name, and its options.
+
+    Raises:
+        InputError: it is neither a name nor a pair of these.
+    """
+    pair = cast("tuple[object, ...]", provider if isinstance(provider, tuple) else (provider, {}))
+    if len(pair) != 2 or not isinstance(pair[0], str) or not isinstance(pair[1], Mapping):
+        hint = '"CPUExecutionProvider", or ("CUDAExecutionProvider", {"device_id": 0})'
+        raise InputError(f"{provider!r} is no provider", where="providers", hint=hint)
+    return cast("tuple[str, Mapping[str, Any]]", pair)
 
 
 def _argument(info: onnx.ValueInfoProto) -> NodeArg:
@@ -492,7 +539,13 @@ def _array(value: object, argument: NodeArg) -> object:
 
     if isinstance(value, (bool, int, float, list, tuple)):
         code = onnx.TensorProto.DataType.Value(argument.type[len("tensor(") : -1].upper())
-        return np.asarray(value, element_type(code, argument.name).to_numpy())
+        try:
+            return np.asarray(value, element_type(code, argument.name).to_numpy())
+        except (ValueError, TypeError, OverflowError) as error:
+            what = f"a {type(value).__name__} is no {argument.type}: {error}"
+            raise InputError(what, where=f"input {argument.name!r}", hint="an array") from error
+    if not (hasattr(value, "__dlpack__") or hasattr(value, "__array__")):
+        raise InputError(f"a {type(value).__name__} is no array", where=f"input {argument.name!r}", hint=argument.type)
     return value
 
 

@@ -10,9 +10,10 @@ import torch
 
 from tilewright.dtype import OPAQUE, DType, from_torch
 from tilewright.dtype import from_numpy as numpy_dtype
-from tilewright.errors import InputError
+from tilewright.errors import InputError, check_type
 from tilewright.frontends.onnx.tensors import element_code, element_type
-from tilewright.runtime.arrays import from_dlpack, from_numpy, is_numpy, to_numpy
+from tilewright.ir.arrays import from_numpy, to_numpy
+from tilewright.runtime.arrays import from_dlpack, is_numpy
 
 _STRING = 8  # of TensorProto's element types
 
@@ -28,6 +29,7 @@ class OrtValue:
     @staticmethod
     def ortvalue_from_numpy(array: np.ndarray, device_type: str = "cpu", device_id: int = 0) -> OrtValue:
         """A value over an array's memory; a copy on another device, of strings, and of what is read-only or not contiguous."""
+        check_type(array, np.ndarray, "OrtValue.ortvalue_from_numpy", "numpy.asarray(value)")
         place = device(device_type, device_id)
         if are_strings(array):
             return OrtValue(strings(array, "OrtValue.ortvalue_from_numpy"))
@@ -52,9 +54,16 @@ class OrtValue:
     def ortvalue_from_shape_and_type(
         shape: Sequence[int], element_type: Any, device_type: str = "cpu", device_id: int = 0
     ) -> OrtValue:
-        """Memory for an array on a device, with whatever is in it; the type is NumPy's or a number of ONNX's."""
+        """Memory for an array on a device, with whatever is in it; the type is NumPy's or a number of ONNX's.
+
+        Raises:
+            InputError: it is no shape, or there is no such type or device.
+        """
         dtype = dtype_of(element_type)
-        return OrtValue(torch.empty(tuple(shape), dtype=dtype.to_torch(), device=device(device_type, device_id)), dtype)
+        extents = tuple(shape)
+        if not all(hasattr(e, "__index__") and e >= 0 for e in extents):
+            raise InputError(f"{list(extents)} is no shape", where="OrtValue", hint="whole numbers, 0 or more")
+        return OrtValue(torch.empty(extents, dtype=dtype.to_torch(), device=device(device_type, device_id)), dtype)
 
     @staticmethod
     def from_dlpack(data: Any) -> OrtValue:
@@ -137,6 +146,7 @@ class OrtValue:
 
     def update_inplace(self, array: Any) -> None:
         """Write an array, or another value, of the same shape and type over it."""
+        check_type(array, (OrtValue, np.ndarray), "OrtValue.update_inplace", "a NumPy array, or an OrtValue")
         new = array.tensor if isinstance(array, OrtValue) else from_numpy(array, numpy_dtype(array.dtype))
         fill(self.tensor, new, "OrtValue.update_inplace")
 
@@ -155,8 +165,17 @@ def spelt(code: int) -> str:
 
 
 def dtype_of(given: Any) -> DType:
-    """An element type by its number in ONNX, or as NumPy's."""
-    return element_type(given, "element_type") if isinstance(given, int) else numpy_dtype(np.dtype(given))
+    """An element type by its number in ONNX, or as NumPy's.
+
+    Raises:
+        InputError: there is no such type.
+    """
+    if isinstance(given, int):
+        return element_type(given, "element_type")
+    try:
+        return numpy_dtype(np.dtype(given))
+    except TypeError as error:
+        raise InputError(f"{given!r} is no element type", where="element_type", hint="numpy.float32") from error
 
 
 def device(kind: str, index: int) -> str:

@@ -1,4 +1,4 @@
-"""Where an ONNX model's weights live: mapped, in the file that has them, until something uses them."""
+"""An ONNX model's weights: mapped, in the file that has them, until something uses them."""
 
 from __future__ import annotations
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +10,7 @@ import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 from onnx_models import FLOAT, model, one, value
+from work import counting
 
 from tilewright.errors import InputError, TilewrightError, UnsupportedError
 from tilewright.frontends import onnx as frontend
@@ -18,14 +18,14 @@ from tilewright.ir.verify import verify
 
 OPSETS = [helper.make_opsetid("", 21), helper.make_opsetid("f", 1)]
 X = {"x": np.zeros((2, 3), np.float32)}
+LITTLE = 200_000  # calls
 
 
 def refused(program: onnx.ModelProto | Path, match: str, error: type[TilewrightError] = InputError) -> None:
-    """Reading it raises `error` in at most two lines, in under two seconds."""
-    start = time.monotonic()
-    with pytest.raises(error, match=match) as caught:
+    """Reading it raises `error` in at most two lines, and is little work."""
+    with pytest.raises(error, match=match) as caught, counting() as calls:
         verify(frontend.load(program))
-    assert time.monotonic() - start < 2
+    assert calls.count < LITTLE
     assert str(caught.value).count("\n") <= 1
     assert len(str(caught.value)) < 500
 
@@ -276,6 +276,7 @@ def test_a_name_as_long_as_a_book_or_full_of_lines():
 
 def test_operators_nobody_knows():
     refused(one("Wizardry", X), "no operator 'Wizardry' in ONNX's operator set 21", UnsupportedError)
+    refused(one("Wizardry", X), "\n  try: ONNX has no such operator: correct its name", UnsupportedError)
     m = one("MatMulBnb4", X, {"w": np.ones((3, 2), np.float32)}, domain="com.microsoft")
     refused(m, "operator MatMulBnb4 of domain 'com.microsoft' is not modelled, and", UnsupportedError)
     m = one("Relu", X)
@@ -306,9 +307,7 @@ def test_shape_arithmetic_over_a_huge_value_is_not_computed():
         helper.make_node("Reshape", ["x", "n"], ["y"]),
     ]
     m = model(nodes, X, {"y": FLOAT}, {"s": np.array([1 << 46], np.int64)})
-    start = time.monotonic()
     graph = verify(frontend.load(m))
-    assert time.monotonic() - start < 2
     assert "known only at run time" in " ".join(graph.notes)
 
 
@@ -316,9 +315,9 @@ def test_attributes_that_would_fill_memory():
     refused(one("Split", X, axis=1, num_outputs=1 << 40), "Split into 1099511627776 parts")
     for mode in ("edge", "wrap", "reflect"):
         m = one("Pad", X, {"p": np.array([0, 0, 0, 1 << 40], np.int64)}, mode=mode)
-        start = time.monotonic()
-        frontend.load(m)
-        assert time.monotonic() - start < 2
+        with counting() as calls:
+            frontend.load(m)
+        assert calls.count < LITTLE
 
 
 # ---- nesting

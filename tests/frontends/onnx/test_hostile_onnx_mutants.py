@@ -1,15 +1,15 @@
-"""Mutations of a small ONNX model, of its bytes and of its contents: a graph or a typed error, quickly, and nothing else."""
+"""Mutations of a small ONNX model, of its bytes and contents: little work, a graph or a typed error, and nothing else."""
 
 from __future__ import annotations
 
 import random
-import time
 
 import numpy as np
 import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 from onnx_models import BOOL, FLOAT, INT64, model, value
+from work import counting
 
 from tilewright.errors import TilewrightError
 from tilewright.frontends import onnx as frontend
@@ -123,13 +123,13 @@ def test_mutants_give_a_graph_or_a_typed_error(tmp_path, seed):
     for i in range(120):
         path = tmp_path / "m.onnx"
         path.write_bytes(mutated(data, draw) if i % 2 else rewritten(original, draw))
-        start = time.monotonic()
-        try:
-            verify(frontend.load(path))
-            outcomes["read"] += 1
-        except TilewrightError as error:
-            assert str(error).count("\n") <= 1, error
-            outcomes["refused"] += 1
-        assert time.monotonic() - start < 2
+        with counting() as calls:
+            try:
+                verify(frontend.load(path))
+                outcomes["read"] += 1
+            except TilewrightError as error:
+                assert str(error).count("\n") <= 1, error
+                outcomes["refused"] += 1
+        assert calls.count < 200_000
     assert min(outcomes.values()) > 10, outcomes
     assert [p.name for p in tmp_path.iterdir()] == ["m.onnx"]  # nothing written

@@ -10,7 +10,9 @@ from hypothesis import strategies as st
 from onnx import TensorProto, helper
 from onnx_models import FLOAT, INT32, UINT8, agrees, model, native, one, ours, read, theirs
 
+from tilewright.dtype import F4E2M1FN
 from tilewright.errors import InputError, UnsupportedError
+from tilewright.ir.ops import Const
 
 INTEGERS = {TensorProto.INT8: np.int8, TensorProto.UINT8: np.uint8, TensorProto.INT16: np.int16, TensorProto.UINT16: np.uint16}
 FLOATS8 = {
@@ -109,6 +111,29 @@ def test_a_zero_point_of_an_8_bit_float_that_is_not_a_constant_is_added():
     m = one("QuantizeLinear", {"x": x, "s": np.array(0.5, np.float32), "z": zero}, out=TensorProto.FLOAT8E4M3FN)
     got = ours(m, {"x": x, "s": np.array(0.5, np.float32), "z": zero})[0]
     np.testing.assert_array_equal(got.astype(np.float32), (x / 0.5 + 1).astype(ml_dtypes.float8_e4m3fn).astype(np.float32))
+
+
+def test_4_bit_floats_in_blocks_with_scales_in_8_bits():
+    """Weights as TensorRT's Model Optimizer writes them (NVFP4) become an operand of the product as they are stored."""
+    values = rng.integers(0, 16, (64, 48)).astype(np.uint8).view(ml_dtypes.float4_e2m1fn)
+    scales = rng.random((4, 48)).astype(ml_dtypes.float8_e4m3fn)
+    nodes = [
+        helper.make_node("DequantizeLinear", ["s", "half"], ["scale"]),
+        helper.make_node("DequantizeLinear", ["w", "scale"], ["weight"], axis=0, block_size=16),
+        helper.make_node("MatMul", ["x", "weight"], ["y"]),
+        helper.make_node("QuantizeLinear", ["x", "half"], ["q"], output_dtype=TensorProto.FLOAT4E2M1),
+        helper.make_node("DequantizeLinear", ["q", "half"], ["r"]),
+    ]
+    x = spread((4, 64), 0.03)
+    graph = read(
+        model(nodes, {"x": x}, {"y": FLOAT, "r": FLOAT}, {"w": values, "s": scales, "half": np.float32(0.5)}, opset=23)
+    )
+    y, r = ours(graph, {"x": x})
+    weight = values.astype(np.float32) * np.repeat(scales.astype(np.float32) * 0.5, 16, 0)
+    np.testing.assert_allclose(y[1:], x[1:] @ weight, rtol=1e-5, atol=1e-4)
+    np.testing.assert_array_equal(r, (x * 2).astype(ml_dtypes.float4_e2m1fn).astype(np.float32) / 2)
+    assert native(graph)
+    assert any(n.dtype is F4E2M1FN and isinstance(n.op, Const) for n in graph.nodes())
 
 
 def test_output_dtype_and_precision():
@@ -265,7 +290,7 @@ def test_matmul_nbits(m, k, n, block, bits, zeros):
 )
 def test_matmul_nbits_of_activations_in_8_bits(shape, n, block, zeros):
     """accuracy_level 4 permits it: results are onnxruntime's to the rounding of f32, those of a float product only to 1 %."""
-    k = shape[-1]
+    k, rng = shape[-1], np.random.default_rng(7)
     groups = -(-k // block)
     a = rng.standard_normal(shape).astype(np.float32)
     a.reshape(-1)[:block] = 0  # a group of zeros has scale 0

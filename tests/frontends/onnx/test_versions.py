@@ -9,6 +9,7 @@ from onnx import helper
 from onnx_models import BOOL, FLOAT, INT64, agrees, model, one, ours, read, tame, theirs
 
 from tilewright.errors import InputError, TypeMismatchError, UnsupportedError
+from tilewright.frontends import onnx as frontend
 from tilewright.ir.evaluate import evaluate
 
 rng = np.random.default_rng(3)
@@ -64,6 +65,19 @@ def test_upsample_is_read_as_todays_resize(op, opset, scales, mode):
     more = {"scales": [float(s) for s in scales]} if opset == 7 else {}
     m = one(op, {"x": x}, constants, opset=opset, mode=mode, **more)
     np.testing.assert_allclose(ours(m, {"x": x})[0], theirs(m, {"x": x})[0], rtol=1e-5, atol=1e-6)
+
+
+def test_upsample_by_what_is_known_at_run_time_is_read_too():
+    feeds = {"x": tame(1, 2, 4, 5), "s": np.array([1, 1, 2, 3], np.float32)}
+    m = one("Upsample", feeds, opset=9)
+    (found,) = frontend.backend().run_model(m, list(feeds.values()))
+    np.testing.assert_array_equal(found, theirs(m, feeds)[0])
+
+
+def test_scatter_is_the_first_name_of_scatter_elements():
+    feeds = {"x": tame(3, 4), "i": np.array([[1, 2], [0, 1]], np.int64), "u": tame(2, 2)}
+    m = one("Scatter", feeds, opset=9, axis=1)
+    np.testing.assert_array_equal(ours(m, feeds)[0], theirs(m, feeds)[0])
 
 
 def test_resize_10_that_shrinks_rounds_up_as_onnxruntime_does():

@@ -135,7 +135,7 @@ def test_regions_are_compiled_with_the_program_around_them() -> None:
 def test_loops_in_loops_keep_to_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
     shares, passed = list[float](), [0.0]
     decider, began = compiler.chooser, time.monotonic()
-    monkeypatch.setattr(compiler.time, "monotonic", lambda: began + passed[0])
+    monkeypatch.setattr(time, "monotonic", lambda: began + passed[0])
 
     def noted(graph: object, target: object, budget: Budget, *rest: object) -> object:
         shares.append(budget.left_s())

@@ -1,4 +1,4 @@
-"""What cannot be read from StableHLO text, and in which words it is refused."""
+"""Refusals of StableHLO text that cannot be read, and their words."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ REFUSED = {
             "%r = stablehlo.abs %x : tensor<2xf32>"
         ),
         UnsupportedError,
-        "changes the type of its operand",
+        "it computes over parts of several devices, and a program runs on one",
     ),
     "random": (
         "func.func @main(%a: tensor<f32>, %s: tensor<1xi64>) -> tensor<2xf32> {\n%r = stablehlo.rng %a, %a, %s, "

@@ -69,7 +69,7 @@ def test_gathers_are_those_of_jax(shape: list[int], data: st.DataObject) -> None
     assert not calls(graph)
 
 
-@settings(max_examples=15)
+@settings(max_examples=8)  # XLA compiles each, which takes most of the time
 @given(EXTENTS, st.data())
 def test_windows_padding_reversal_and_broadcasts_are_those_of_jax(shape: list[int], data: st.DataObject) -> None:
     def per_axis(low: int, high: int) -> list[int]:
@@ -95,6 +95,7 @@ def test_windows_padding_reversal_and_broadcasts_are_those_of_jax(shape: list[in
         )
 
     agree(moved, x)
+    x = np.rint(4 * x) if f is lax.add else x  # sums of integers are exact in any order, also where they cancel
     windowed = agree(
         lambda x: lax.reduce_window(x, np.float32(start), f, window, step, margins, spread, gap), x, ulps=8, depth=2
     )

@@ -124,8 +124,8 @@ def test_composites_optimisation_barriers_and_shardings_are_looked_through() -> 
     graph = load(text)
     assert [getattr(n.op, "fn", n.op.name) for n in graph.nodes()] == ["input", "add", "erf"]
     assert graph.name == "wrapped"
-    (note,) = graph.notes
-    assert "'a' is sharded" in note
+    assert "'a' is sharded" in graph.notes[0]
+    assert "Sharding (1), sdy.sharding_constraint (1)" in graph.notes[1]
 
 
 def test_operations_that_older_and_dynamic_programs_hold_are_read() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -18,6 +19,7 @@ def test_random_calls_mean_what_torch_means(form: Form) -> None:
     assert [(f.sample.described(), f.said) for f in found if f.status in ("wrong", "crash")] == []
 
 
+@functools.cache
 def ends_of_the_range() -> list[Sample]:
     """Zeros of either sign at a bound of zero and alone in a sum, and what overflows on the way to a finite end."""
     found: list[Sample] = []

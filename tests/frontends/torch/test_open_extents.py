@@ -5,6 +5,7 @@ import torch
 from torch import nn
 from torch.export import Dim as TorchDim
 from torch.export import export
+from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 from tilewright import Dim
 from tilewright.compiler import compile
@@ -83,6 +84,74 @@ def test_what_is_left_open_wrongly_is_refused():
         load(exported, LoadOptions(dims={"x.0": (10, 20)}))
 
 
+@pytest.mark.parametrize("key", [3, None, ("x", 0)])
+def test_a_name_that_is_none_is_refused(key):
+    with pytest.raises(InputError, match=r"an argument of type \w+ \(a name in dims\)\n  try: .*\"x.0\""):
+        compile(nn.Linear(4, 2), example_inputs=(torch.randn(3, 4),), dims={key: (1, 4)})
+
+
+def test_an_extent_that_bounds_leave_one_value_is_a_number():
+    module, x = nn.Linear(4, 2).eval(), torch.randn(3, 4)
+    program = compile(module, example_inputs=(x,), dims={"input.0": (3, 3), "input.1": (4, 4)}, budget_s=0)
+    torch.testing.assert_close(program(x), module(x))
+    assert str(program.input_types["input"]) == "f32[3,4]"
+    for bounds in ((1, 1), (4, 9)):
+        with pytest.raises(InputError, match=r"the example has 3 there, outside input_0 .*\(input.0\)\n  try: an example"):
+            compile(module, example_inputs=(x,), dims={"input.0": bounds})
+    for axis in ("²", "00", "-1", ""):
+        with pytest.raises(InputError, match=r"no extent of the inputs is called .*\n  try: there are input.0, input.1"):
+            compile(module, example_inputs=(x,), dims={f"input.{axis}": (1, 9)})
+
+
+def cached(rows, length):
+    cache = DynamicCache(config=LLAMA.config)
+    with torch.no_grad():
+        LLAMA(torch.arange(rows * length).view(rows, length) % 96, past_key_values=cache)
+    return cache
+
+
+LLAMA = LlamaForCausalLM(
+    LlamaConfig(vocab_size=96, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2)
+).eval()
+HELD = [f"past_key_values_{which}_cache_{layer}" for which in ("key", "value") for layer in range(2)]
+
+
+OPEN = {f"{name}.{a}": dim for a, dim in ((0, Dim("b", 1, 8)), (2, Dim("n", 1, 64))) for name in HELD}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("dims", [True, {**OPEN, "input_ids.0": Dim("b", 1, 8)}], ids=["all", "named"])
+def test_a_growing_cache_stays_open(dims):
+    """Torch gives each of its tensors a length of its own."""
+    given = {"input_ids": torch.tensor([[5], [7]]), "past_key_values": cached(2, 5)}
+    program = compile(LLAMA, example_inputs=given, dims=dims, budget_s=0)
+    assert len(program.dims) == 2
+    assert dims is not True or any("are taken for equal, as in the example" in n for n in program.source.notes)
+    for rows, length in ((2, 5), (3, 5), (4, 17)):
+        ids, layers = torch.randint(0, 96, (rows, 1)), cached(rows, length).layers
+        held = [*(layer.keys for layer in layers), *(layer.values for layer in layers)]
+        found = program(input_ids=ids, **dict(zip(HELD, held, strict=True)))
+        wanted = LLAMA(ids, past_key_values=cached(rows, length)).logits
+        torch.testing.assert_close(found[0], wanted, rtol=1e-4, atol=1e-5)
+    assert program.compiled == 1
+    with pytest.raises(InputError, match=r"axis 2 is 16, and .* is 17 here"):
+        program(input_ids=ids, **dict(zip(HELD, [t[:, :, i:] for i, t in enumerate(held)], strict=True)))
+
+
+def test_statistics_over_an_open_axis():
+    class Spread(nn.Module):
+        def forward(self, x):
+            y = x / torch.sqrt((x * x).sum(0, keepdim=True) / 8 + 1e-5)  # of a number of rows that is none of the axis'
+            return *torch.var_mean(x, 0), x.std(0), x.var(0, correction=0.5), y
+
+    module = Spread()
+    program = compile(module, example_inputs=(torch.randn(6, 8),), dims={"x.0": (2, 64)}, budget_s=0)
+    for rows in (6, 2, 8, 33):
+        for x in (torch.randn(rows, 8), torch.full((rows, 8), torch.inf)):
+            x[:-1] = torch.randn(rows - 1, 8)
+            torch.testing.assert_close(program(x), module(x), rtol=1e-4, atol=1e-5, equal_nan=True)
+
+
 def test_without_dims_extents_are_bound_as_before():
     module = Causal().eval()
     exported = export(module, (torch.randn(3, 9, 16),), dynamic_shapes={"x": {0: TorchDim("b", min=1, max=8)}})
@@ -103,6 +172,30 @@ def test_products_quotients_and_maxima_of_symbols_are_read():
         found = read(symbolic)
         assert (found if isinstance(found, int) else found.at(values)) == wanted
     assert str(read(a * b)) == "a*b"
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: x.flip(0),
+        lambda x: x.flip(0, 1),
+        lambda x: x.std(0),
+        lambda x: x.var(0, correction=0),
+        lambda x: x[torch.tensor([1, 0, -1])],
+        lambda x: x.T.topk(x.shape[0], 1)[0],
+    ],
+    ids=["flip", "flip of both", "std", "var", "index", "topk of all"],
+)
+def test_one_reading_serves_all_lengths(function):
+    class Module(nn.Module):
+        def forward(self, x):
+            return function(x)
+
+    program = compile(Module(), example_inputs=(torch.randn(5, 4),), dims={"x.0": (2, 64)}, budget_s=0)
+    for rows in (2, 3, 9, 64):
+        x = torch.randn(rows, 4, generator=torch.Generator().manual_seed(rows))
+        torch.testing.assert_close(program(x), function(x), rtol=1e-5, atol=1e-6)
+    assert program.compiled == 1
 
 
 def test_what_torch_would_have_to_run_with_an_open_extent_is_refused():

@@ -101,7 +101,7 @@ def _view(draw: st.DrawFn, x: torch.Tensor, i: int) -> Step:
 
 
 def _product(draw: st.DrawFn, pool: Tensors, i: int) -> Step:
-    """With itself transposed, or with a matrix of ones where it is a vector."""
+    """Multiply a value by itself transposed, or by a matrix of ones where it is a vector."""
     x = pool[i]
     if not is_number(x) or x.dim() == 0:
         return _view(draw, x, i)

@@ -1,4 +1,4 @@
-"""What cannot be read from PyTorch is refused in two lines that say what, where and what to try."""
+"""Refusals of PyTorch programs: two lines that say what, where and what to try."""
 
 from __future__ import annotations
 

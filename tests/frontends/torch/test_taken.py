@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import subprocess
+import sys
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
@@ -125,7 +127,7 @@ def test_a_mixture_that_loops_over_its_experts_takes_any_routing() -> None:
 @pytest.mark.parametrize("where", ["at once", "half way", "as it is set back"])
 def test_experts_that_cannot_be_set_are_traced_as_they_stand(where: str) -> None:
     class Model(Of):
-        """As a model of transformers without experts: it has the method, which raises."""
+        """A model like transformers' without experts: it has the method, which raises."""
 
         def __init__(self) -> None:
             super().__init__(lambda x: x * 2 if x.sum() > 0 else x)
@@ -313,6 +315,27 @@ def test_a_module_that_computes_something_else_while_it_is_traced_is_refused() -
     assert same.runs == plain.runs + 2  # once as it is, once as it is traced
     silent = Of(lambda x: x * 2)
     assert exported(silent, LoadOptions(example_inputs=(X,)), asks := []) and not asks
+
+
+DYNAMO_MEETS_IT_HERE = """
+import torch
+from tilewright.frontends.torch.around import asking
+own, asks = torch.compiler.is_compiling, []
+with asking(asks):
+    torch.compile(lambda x: x + 1, backend="eager")(torch.ones(2))
+    with asking(inner := []):
+        own()
+    torch.compiler.is_compiling()
+assert not own() and own is torch.compiler.is_compiling and len(asks) == len(inner) == 1
+told = torch.compile(lambda x: x + 1 if torch.compiler.is_compiling() else x, backend="eager", fullgraph=True)
+assert told(torch.ones(2)).tolist() == [2, 2]
+"""
+
+
+def test_dynamo_knows_who_asks_though_it_began_within_a_trace() -> None:
+    """It fills its tables of functions once in a process."""
+    ran = subprocess.run([sys.executable, "-c", DYNAMO_MEETS_IT_HERE], capture_output=True, text=True, check=False)
+    assert ran.returncode == 0, ran.stderr
 
 
 LOW = torch.finfo(torch.float32).min

@@ -1,4 +1,4 @@
-"""How PyTorch programs are read: what is referred to, what things are called, what is bound, what is refused and how."""
+"""Reading of PyTorch programs: what is referred to, what things are called, what is bound, what is refused and how."""
 
 from __future__ import annotations
 
@@ -225,7 +225,7 @@ class TestExportedPrograms:
         assert load_with(program, None, batch=9).outputs[0].shape == (9, 2)
 
     def test_what_is_asked_of_fixed_shapes_is_refused(self) -> None:
-        """For every front end: what a program fixes, no option changes in silence."""
+        """Every front end does so: no option changes in silence what a program fixes."""
         text = "HloModule m\nENTRY e { x = f32[2,3] parameter(0)\n ROOT y = f32[2,3] negate(x) }"
         graph = read(torch.neg, torch.ones(2, 3))
         fixed: list[tuple[object, object]] = [(nn.Linear(3, 2), (torch.ones(2, 3),)), (text, None), (graph, None)]

@@ -9,8 +9,9 @@ from __future__ import annotations
 import math
 
 from tilewright.dtype import F32, F64, PRED, S64, DType
-from tilewright.frontends.onnx.node import OpNode, Unmodelled, converts
+from tilewright.frontends.onnx.node import OpNode, converts
 from tilewright.frontends.onnx.tensors import element_type
+from tilewright.frontends.unmodelled import Unmodelled
 from tilewright.ir.build import broadcast, const, convert, map_, reduce_, reshape, slice_, swap_last, transpose
 from tilewright.ir.graph import Node
 from tilewright.ir.ops import Attention, Concat, Gather, Iota, Pad, Select, Softmax, gemm
@@ -56,7 +57,11 @@ def _heads(op: OpNode, x: Node, attribute: str) -> Node:
 
 
 def split_heads(op: OpNode, x: Node, heads: int) -> Node:
-    """[batch, length, heads * size] as [batch, heads, length, size]."""
+    """[batch, length, heads * size] as [batch, heads, length, size].
+
+    Raises:
+        InputError: the last axis is not divided by the number of heads.
+    """
     if heads < 1 or x.shape[2] % heads:
         raise op.malformed(f"{heads} heads in {x.type}", "the last axis is heads * size")
     return transpose(reshape(x, (*x.shape[:2], heads, x.shape[2] // heads)), (0, 2, 1, 3))

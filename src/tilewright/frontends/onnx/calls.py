@@ -2,13 +2,16 @@
 
 A call's payload is a serialised one-node model (base64), complete in itself: attributes, subgraphs, the opsets in force,
 and the element type of each input. Types of results come from onnx's shape inference; what it cannot tell before the
-program runs is `opaque`.
+program runs is `opaque`. Extents that are open have names in it, by which inference follows them; where it needs a
+number, the program is read for each one anew.
 """
 
 from __future__ import annotations
 
 import base64
-from collections.abc import Mapping, Sequence
+import math
+import operator
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, cast
@@ -24,6 +27,7 @@ from tilewright.frontends.onnx.functions import names_inside, operators_of
 from tilewright.frontends.onnx.mended import loop_operator, resize_operator
 from tilewright.frontends.onnx.tensors import array_type, element_code, element_type, from_array, to_numpy
 from tilewright.ir.build import const, items
+from tilewright.ir.extent import hint_of, is_open
 from tilewright.ir.graph import Node
 from tilewright.ir.known import RANDOM
 from tilewright.ir.ops import Call
@@ -51,6 +55,7 @@ class CallSite:
         opsets: version of each domain in force.
         functions: local functions that its subgraphs may call.
         where: for messages.
+        listed: the elements of small sources that follow from shapes and constants, some of them open extents.
     """
 
     proto: onnx.NodeProto
@@ -59,6 +64,7 @@ class CallSite:
     opsets: Mapping[str, int]
     functions: Sequence[onnx.FunctionProto]
     where: str
+    listed: Callable[[Node], Sequence[float] | None] = lambda _: None
 
 
 def call(site: CallSite, known: Mapping[Node, torch.Tensor], declared: dict[Node, onnx.TypeProto]) -> list[Node | None]:
@@ -80,7 +86,17 @@ def call(site: CallSite, known: Mapping[Node, torch.Tensor], declared: dict[Node
     _refuse_unknown(payload, site)
     inferred = _inferred(model, sources, known, site.where)
     names = [o.name for o in model.graph.output]
-    types = [_concrete(inferred.get(n), site.where) for n in names]
+    opened = {str(d): d for s in sources for d in s.tensor.shape if is_open((d,))}
+    types = [_concrete(inferred.get(n), site.where, opened) for n in names]
+    types = types if None not in types else _told(site, types, inferred, names) or types
+    if None in types and (opened or any(is_open(site.listed(s) or ()) for s in sources)):
+        for number in (hint_of, operator.index):  # which leaves a guard, where numbers are what it takes
+            numbers = _with_numbers(site, model, sources, known, number)
+            inferred = _inferred(*numbers, site.where)
+            found = [_concrete(inferred.get(n), site.where) for n in names]
+            if None in found:
+                break
+            types = found
     target = site.proto.op_type if not site.proto.domain else f"{site.proto.domain}.{site.proto.op_type}"
     if target in _SHRINKING and any(t is None for t in types) and all(s in known for s in sources):
         values = evaluate(Call("onnx", target, payload, (TensorType(OPAQUE, ()),) * len(names)), [known[s] for s in sources])
@@ -150,7 +166,7 @@ def _declare(info: onnx.ValueInfoProto, source: Node, declared: Mapping[Node, on
         info.type.tensor_type.elem_type = element_code(type.dtype)
         info.type.tensor_type.shape.SetInParent()
         for d in type.shape:
-            info.type.tensor_type.shape.dim.add(dim_value=d)
+            info.type.tensor_type.shape.dim.add(**({"dim_param": str(d)} if is_open((d,)) else {"dim_value": d}))
     elif source in declared:
         info.type.CopyFrom(declared[source])
 
@@ -181,14 +197,60 @@ def _inferred(
     return {o.name: o.type for o in done.graph.output if o.HasField("type")}
 
 
-def _concrete(type: onnx.TypeProto | None, where: str) -> TensorType | None:
+def _with_numbers(
+    site: CallSite,
+    model: onnx.ModelProto,
+    sources: Sequence[Node],
+    known: Mapping[Node, torch.Tensor],
+    number: Callable[[int], int],
+) -> tuple[onnx.ModelProto, Sequence[Node], Mapping[Node, torch.Tensor]]:
+    """The model and the values that are known, with numbers for open extents."""
+    import onnx
+
+    fixed, values = onnx.ModelProto(), dict(known)
+    fixed.CopyFrom(model)
+    for info, source in zip(fixed.graph.input, sources, strict=True):
+        if source.dtype is OPAQUE:
+            continue
+        for said, d in zip(info.type.tensor_type.shape.dim, source.tensor.shape, strict=True):
+            said.dim_value = number(d)
+        listed = site.listed(source)
+        if listed is not None and is_open(listed):
+            values[source] = torch.tensor([number(cast("int", v)) for v in listed]).reshape(source.shape)
+    return fixed, sources, values
+
+
+def _told(
+    site: CallSite, types: Sequence[TensorType | None], inferred: Mapping[str, onnx.TypeProto], names: Sequence[str]
+) -> list[TensorType | None] | None:
+    """Types of results whose extents operands say, which inference does not follow where these are open: as many as `TopK` is
+    to find, the sizes that `Resize` is to give, or its source's times whole scales. None of another operator."""
+    given = [None if s is None else site.listed(s) for s in site.sources]
+    attributes = {a.name: a for a in site.proto.attribute}
+    x = site.sources[0] if site.sources else None
+    if site.proto.domain or x is None:
+        return None
+    shape = [*x.tensor.shape]
+    if site.proto.op_type == "TopK" and len(given) > 1 and given[1]:
+        shape[attributes["axis"].i if "axis" in attributes else -1] = cast("int", given[1][0])
+    elif site.proto.op_type == "Resize" and not {"axes", "keep_aspect_ratio_policy"} & attributes.keys():
+        sizes, scales = (given[i] if len(given) > i else None for i in (3, 2))
+        if not sizes and not (scales and len(scales) == len(shape) and all(math.floor(s) == s for s in scales)):
+            return None
+        shape = [*cast("list[int]", sizes)] if sizes else [d * int(s) for d, s in zip(shape, scales or (), strict=True)]
+    else:
+        return None
+    dtypes = [element_type(inferred[n].tensor_type.elem_type, site.where) for n in names]
+    return [t or TensorType(d, tuple(shape)) for t, d in zip(types, dtypes, strict=True)]
+
+
+def _concrete(type: onnx.TypeProto | None, where: str, opened: Mapping[str, int] | None = None) -> TensorType | None:
     if type is None or not type.HasField("tensor_type") or not type.tensor_type.HasField("shape"):
         return None
     dims = type.tensor_type.shape.dim
     dtype = element_type(type.tensor_type.elem_type, where) if type.tensor_type.elem_type else OPAQUE
-    if dtype is OPAQUE or not all(d.HasField("dim_value") and d.dim_value >= 0 for d in dims):
-        return None
-    return TensorType(dtype, tuple(d.dim_value for d in dims))
+    found = [d.dim_value if d.HasField("dim_value") else (opened or {}).get(d.dim_param, -1) for d in dims]
+    return None if dtype is OPAQUE or any(d < 0 for d in found) else TensorType(dtype, tuple(found))
 
 
 @dataclass(frozen=True)

@@ -9,11 +9,10 @@ from tilewright.dtype import F32, S32, S64
 from tilewright.frontends.onnx.elementwise import hard_sigmoid, leaky_relu, swish
 from tilewright.frontends.onnx.matmul import gemm_of, matmul
 from tilewright.frontends.onnx.node import Converter, OpNode, converts
+from tilewright.frontends.onnx.scope import MICROSOFT
 from tilewright.ir.build import broadcast, const, convert, map_, reduce_, swap_last, transpose
 from tilewright.ir.graph import Node
 from tilewright.ir.ops import Gather, Iota, LayerNorm
-
-MICROSOFT = "com.microsoft"
 
 
 def _activated(function: str) -> Converter:

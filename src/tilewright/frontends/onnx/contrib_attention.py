@@ -17,11 +17,11 @@ from tilewright.frontends.onnx.attention import both, capped, joined_heads, repe
 from tilewright.frontends.onnx.matmul import matmul
 from tilewright.frontends.onnx.node import OpNode, converts
 from tilewright.frontends.onnx.quantize import lined_up, shifted_product
+from tilewright.frontends.onnx.scope import MICROSOFT
 from tilewright.ir.build import broadcast, const, convert, map_, reshape, slice_, swap_last, transpose
 from tilewright.ir.graph import Node
 from tilewright.ir.ops import Attention, Concat, Gather, Iota, Pad, Select, Softmax, gemm
 
-_MICROSOFT = "com.microsoft"
 _MASKED = -10000.0  # mask_filter_value
 _LOW = -1e30  # what no score comes near; below it, f32 no longer tells a score that is masked from one that is hidden
 
@@ -128,7 +128,7 @@ def _self_attention(
     return [y, present]
 
 
-@converts("Attention", 1, 1, _MICROSOFT)
+@converts("Attention", 1, 1, MICROSOFT)
 def _attention(op: OpNode) -> list[Node | None]:
     """softmax(scale * q @ k^T + masks) @ v, where q, k and v are columns of input @ weights + bias."""
     _refuse(op, ("past_present_share_buffer", "do_rotary"), (6,))
@@ -142,7 +142,7 @@ def _attention(op: OpNode) -> list[Node | None]:
     return _self_attention(op, projected, sizes, op.optional(3), op.optional(4), op.optional(5))
 
 
-@converts("QAttention", 1, 1, _MICROSOFT)
+@converts("QAttention", 1, 1, MICROSOFT)
 def _qattention(op: OpNode) -> list[Node | None]:
     """Attention of a quantised input by quantised weights."""
     _refuse(op, ("past_present_share_buffer", "do_rotary"))
@@ -154,7 +154,7 @@ def _qattention(op: OpNode) -> list[Node | None]:
     return _self_attention(op, convert(projected, bias.dtype), sizes, op.optional(5), op.optional(8), None)
 
 
-@converts("MultiHeadAttention", 1, 1, _MICROSOFT)
+@converts("MultiHeadAttention", 1, 1, MICROSOFT)
 def _multi_head_attention(op: OpNode) -> list[Node | None]:
     """q, k and v each [batch, length, heads * size] (k and v maybe split into heads already), a bias for all, masks, a past."""
     _refuse(op, (), (8, 9))
@@ -192,7 +192,7 @@ def _within(op: OpNode, length: int, table: Node) -> None:
         raise op.malformed(what, "a shorter sequence, or export the model with a longer table")
 
 
-@converts("RotaryEmbedding", 1, 1, _MICROSOFT)
+@converts("RotaryEmbedding", 1, 1, MICROSOFT)
 def _rotary_embedding(op: OpNode) -> Node:
     """Rotary embedding as ONNX's, from tables [positions, size / 2] and positions: one a token, or the first one's."""
     _refuse(op, ("is_packed_batching",))
@@ -214,7 +214,7 @@ def _rotary_embedding(op: OpNode) -> Node:
     return transpose(y, (0, 2, 1, 3)) if len(given.shape) == 4 else reshape(y, given.shape)
 
 
-@converts("GroupQueryAttention", 1, 1, _MICROSOFT)
+@converts("GroupQueryAttention", 1, 1, MICROSOFT)
 def _group_query_attention(op: OpNode) -> list[Node | None]:
     """Causal attention of q over a cache of keys and values, with `seqlens_k` + 1 keys in each row of the batch.
 

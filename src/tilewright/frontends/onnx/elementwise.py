@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from tilewright.dtype import F32, F64, PRED, S32, DType
-from tilewright.frontends.onnx.node import Converter, OpNode, Unmodelled, converts
+from tilewright.frontends.onnx.node import Converter, OpNode, converts
 from tilewright.frontends.onnx.tensors import element_type
+from tilewright.frontends.unmodelled import Unmodelled
 from tilewright.ir.build import broadcast, const, convert, map_, reshape
 from tilewright.ir.graph import Node
 from tilewright.ir.ops import Select
@@ -261,12 +262,16 @@ def cast_to(op: OpNode, x: Node, target: DType) -> Node:
 
     A float past the range of a 4-bit integer wraps too, as in onnx's own tests; past a wider one it saturates (ONNX leaves
     that open).
+
+    Raises:
+        Unmodelled: Tilewright lacks the type.
     """
     if target.kind == "opaque":
         raise Unmodelled("it casts to a type that Tilewright lacks")
     if target.is_float and target.bits == 8:
         return convert(x, target, "saturate" if op.integer("saturate", 1) else "ieee")
-    return convert(convert(x, S32) if x.dtype.is_float and target.bits == 4 else x, target)
+    wraps = x.dtype.is_float and target.is_integer and target.bits == 4
+    return convert(convert(x, S32) if wraps else x, target)
 
 
 @converts("Dropout", 7, 22)

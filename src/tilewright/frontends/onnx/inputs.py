@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -57,9 +58,9 @@ def _match(info: onnx.ValueInfoProto, given: Sequence[int], symbols: dict[str, i
     where = f"input {quoted(info.name)}"
     if not info.type.tensor_type.HasField("shape"):
         return
-    dims = info.type.tensor_type.shape.dim
+    dims, hint = info.type.tensor_type.shape.dim, _hint(info, symbols)
     if len(dims) != len(given):
-        raise InputError(f"{counted(len(given), 'extent')} given, the model has {len(dims)}", where=where, hint=_hint(info))
+        raise InputError(f"{counted(len(given), 'extent')} given, the model has {len(dims)}", where=where, hint=hint)
     for axis, (dim, value) in enumerate(zip(dims, given, strict=True)):
         if is_closed(dim) and dim.dim_value != value:
             raise InputError(
@@ -67,7 +68,9 @@ def _match(info: onnx.ValueInfoProto, given: Sequence[int], symbols: dict[str, i
             )
         if dim.dim_param and symbols.setdefault(dim.dim_param, value) != value:
             raise InputError(
-                f"{quoted(dim.dim_param)} is given as {symbols[dim.dim_param]} and as {value}", where=where, hint=_hint(info)
+                f"{quoted(dim.dim_param)} is given as {symbols[dim.dim_param]} and as {value}",
+                where=where,
+                hint=hint,
             )
 
 
@@ -83,7 +86,7 @@ def _type(info: onnx.ValueInfoProto, options: LoadOptions, symbols: Mapping[str,
     if not info.type.tensor_type.HasField("shape"):
         given = seen if given is None else given
         if given is None:
-            raise InputError("its shape is not in the model", where=where, hint=_hint(info))
+            raise InputError("its shape is not in the model", where=where, hint=_hint(info, symbols))
         return TensorType(dtype, checked_shape(list(given), where))
     shape: list[int] = []
     for axis, dim in enumerate(info.type.tensor_type.shape.dim):
@@ -100,7 +103,7 @@ def _type(info: onnx.ValueInfoProto, options: LoadOptions, symbols: Mapping[str,
             value = 1
         if value is None:
             called = f" ({quoted(dim.dim_param)})" if dim.dim_param else ""
-            raise InputError(f"axis {axis}{called} has no size", where=where, hint=_hint(info))
+            raise InputError(f"axis {axis}{called} has no size", where=where, hint=_hint(info, symbols))
         shape.append(value)
     return TensorType(dtype, checked_shape(shape, where))
 
@@ -115,14 +118,14 @@ def _open(name: str, options: LoadOptions) -> int | None:
     return found
 
 
-def _hint(info: onnx.ValueInfoProto) -> str:
+def _hint(info: onnx.ValueInfoProto, symbols: Mapping[str, int]) -> str:
+    """A line that works when it is copied, with 1 for each extent that neither the model nor its symbol gives."""
     dims = info.type.tensor_type.shape.dim
     if not info.type.tensor_type.HasField("shape"):
-        shown = "D…"
-    else:
-        shown = " ".join(str(d.dim_value) if is_closed(d) else d.dim_param or "N" for d in dims)
-    wanted = f"--input-dim @{info.name} {shown}".replace("\n", " ")[:120]
-    return f"{wanted} with numbers for names (input_dims=…), --batch N (batch=N) for a first axis, or bounds: --dim (dims=…)"
+        return f"--input-dim {shlex.quote(f'@{info.name}')} and then its extents (input_dims=…)"
+    sizes = " ".join(str(d.dim_value if is_closed(d) else symbols.get(d.dim_param, 1)) for d in dims)
+    wanted = f"--input-dim {shlex.quote(f'@{info.name}')} {sizes}".replace("\n", " ")[:120]
+    return f"{wanted} (or other sizes; input_dims=…), --batch 1 (batch=1) for first axes, or bounds: --dim (dims=…)"
 
 
 def symbolic(inputs: Sequence[onnx.ValueInfoProto]) -> bool:

@@ -9,7 +9,9 @@ from typing import NamedTuple
 import torch
 
 from tilewright.dtype import F32, S4, S8, S64, U4, U8, DType
-from tilewright.frontends.onnx.node import OpNode, Unmodelled, converts
+from tilewright.frontends.onnx.node import OpNode, converts
+from tilewright.frontends.onnx.scope import MICROSOFT
+from tilewright.frontends.unmodelled import Unmodelled
 from tilewright.ir.build import broadcast, const, convert, map_, reduce_, reshape, slice_, swap_last, transpose
 from tilewright.ir.graph import Node
 from tilewright.ir.literal import Literal
@@ -41,17 +43,26 @@ def _matmul(op: OpNode) -> Node:
     return matmul(a, b, out_dtype=a.dtype)
 
 
-def gemm_operands(op: OpNode, left: int, right: int) -> tuple[Node, Node]:
-    """The matrices that are these inputs, transposed where `transA` and `transB` say so."""
-    a, b = op.input(left), op.input(right)
+def gemm_operands(op: OpNode, right: int) -> tuple[Node, Node]:
+    """The matrices that are the first input and this one, transposed where `transA` and `transB` say so.
+
+    Raises:
+        InputError: one is no matrix.
+    """
+    a, b = op.input(0), op.input(right)
     if len(a.shape) != 2 or len(b.shape) != 2:
         raise op.malformed(f"{op.op_type} of {a.type} and {b.type}", "it takes matrices")
     return swap_last(a) if op.integer("transA", 0) else a, swap_last(b) if op.integer("transB", 0) else b
 
 
 def gemm_of(op: OpNode) -> Node:
-    """alpha * A' @ B' + beta * C, rounded once to the operands' type."""
-    a, b = gemm_operands(op, 0, 1)
+    """alpha * A' @ B' + beta * C, rounded once to the operands' type.
+
+    Raises:
+        InputError: A or B is no matrix.
+        Unmodelled: integers are scaled by a fraction.
+    """
+    a, b = gemm_operands(op, 1)
     c = op.optional(2)
     alpha, beta = op.real("alpha", 1.0), op.real("beta", 1.0)
     dtype = a.dtype
@@ -155,7 +166,7 @@ def _contracted(a: _Term, b: _Term, wanted: set[str]) -> _Term:
     return _Term(reshape(product, [extent[label] for label in labels]), labels)
 
 
-@converts("MatMulNBits", 1, 1, "com.microsoft")
+@converts("MatMulNBits", 1, 1, MICROSOFT)
 def _matmul_nbits(op: OpNode) -> Node:
     """A @ W^T, W [N, K] in groups of `block_size` along K: (code - zero point) * scale (onnxruntime's contrib operator).
 
@@ -262,7 +273,7 @@ def unpacked(packed: Node, bits: int, *, signed: bool = False) -> Node:
     return convert(reshape(Node(Concat(2), *apart), shape), U4)
 
 
-@converts("GatherBlockQuantized", 1, 1, "com.microsoft")
+@converts("GatherBlockQuantized", 1, 1, MICROSOFT)
 def _gather_block_quantized(op: OpNode) -> Node:
     """Slices of (code - zero point) * scale, a scale for each `block_size` along `quantize_axis`; 0 for an index outside.
 

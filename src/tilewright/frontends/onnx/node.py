@@ -15,6 +15,7 @@ from tilewright.dtype import OPAQUE
 from tilewright.errors import InputError, UnsupportedError
 from tilewright.frontends.onnx.files import malformed, quoted
 from tilewright.frontends.onnx.scope import Context, Scope
+from tilewright.frontends.unmodelled import Unmodelled
 from tilewright.ir.graph import Node
 from tilewright.ir.known import KnownValues
 
@@ -26,14 +27,6 @@ Converter = Callable[["OpNode"], Converted]
 
 # AttributeProto.AttributeType (onnx.proto)
 FLOAT, INT, STRING, TENSOR, FLOATS, INTS, STRINGS = 1, 2, 3, 4, 6, 7, 8
-
-
-class Unmodelled(Exception):  # noqa: N818 - a signal to the reader, never an error of the user's
-    """No converter is written for this form of a node; `reason` says why, for the note that reports the call."""
-
-    def __init__(self, reason: str) -> None:
-        self.reason = reason
-        super().__init__(reason)
 
 
 @dataclass(frozen=True)
@@ -238,7 +231,11 @@ class OpNode:
         return self.normal_axis(self.integer(name, default), rank)
 
     def normal_axis(self, axis: int, rank: int) -> int:
-        """The axis counted from the front; `InputError` if the rank has none such."""
+        """The axis counted from the front.
+
+        Raises:
+            InputError: the rank has none such.
+        """
         if not -rank <= axis < rank:
             raise self.malformed(f"axis {axis} of a tensor of rank {rank}")
         return axis % rank

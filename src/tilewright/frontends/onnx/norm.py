@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 
 from tilewright.dtype import F16, F32, F64, S64, DType
-from tilewright.frontends.onnx.node import Converter, OpNode, Unmodelled, converts
+from tilewright.frontends.onnx.node import Converter, OpNode, converts
 from tilewright.frontends.onnx.tensors import element_type
+from tilewright.frontends.unmodelled import Unmodelled
 from tilewright.ir.build import broadcast, const, convert, map_, reduce_, reshape, slice_, transpose
 from tilewright.ir.graph import Node
 from tilewright.ir.ops import Iota, LayerNorm, Pad, Select, Softmax, gemm

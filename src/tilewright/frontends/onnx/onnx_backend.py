@@ -23,7 +23,9 @@ from tilewright.ir.evaluate import evaluate
 from tilewright.ir.graph import Graph
 from tilewright.ir.types import Shape
 from tilewright.ir.verify import verify
+from tilewright.recent import Recent
 
+MOST = 64  # sets of input shapes, whose graphs are kept
 Run = Callable[[Sequence[Any]], Sequence[Any]]  # values of a graph's inputs in, those of its outputs out
 
 
@@ -36,7 +38,7 @@ class TilewrightRep(BackendRep):
     """A model ready to run.
 
     Attributes:
-        graphs: one for each set of input shapes, with what runs it.
+        graphs: one for each of the last `MOST` sets of input shapes, with what runs it.
     """
 
     def __init__(self, model: onnx.ModelProto, ready: Callable[[Graph], Run] = by_the_oracle) -> None:
@@ -44,7 +46,7 @@ class TilewrightRep(BackendRep):
         constants = {t.name for t in model.graph.initializer}
         self._model, self._ready = model, ready
         self._inputs = [i for i in model.graph.input if i.name not in constants]
-        self.graphs: dict[tuple[Shape, ...], tuple[Graph, Run]] = {}
+        self.graphs: Recent[tuple[Shape, ...], tuple[Graph, Run]] = Recent(MOST)
         if not symbolic(self._inputs):
             self.graph([])
 
@@ -57,13 +59,18 @@ class TilewrightRep(BackendRep):
             dims = {i.name: s for i, v, s in named if isinstance(v, np.ndarray) and i.type.HasField("tensor_type")}
         else:
             shapes = ()
-        if shapes not in self.graphs:
+        found = self.graphs.find(shapes)
+        if found is None:
             graph = verify(front_end.load(self._model, LoadOptions(input_dims=dims)))
-            self.graphs[shapes] = graph, self._ready(graph)
-        return self.graphs[shapes]
+            found = self.graphs[shapes] = graph, self._ready(graph)
+        return found
 
     def run(self, inputs: Any, **kwargs: Any) -> tuple[Any, ...]:
-        """Results as NumPy arrays (or what a `call` gave, for sequences and strings)."""
+        """Results as NumPy arrays (or what a `call` gave, for sequences and strings).
+
+        Raises:
+            InputError: more or fewer inputs are given than the model takes.
+        """
         values = [inputs] if isinstance(inputs, np.ndarray) else list(inputs)
         if len(values) != len(self._inputs):
             raise InputError(f"{counted(len(self._inputs), 'input')} wanted, {len(values)} given")

@@ -9,7 +9,8 @@ from collections.abc import Sequence
 import torch
 
 from tilewright.dtype import F32
-from tilewright.frontends.onnx.node import OpNode, Unmodelled, converts
+from tilewright.frontends.onnx.node import OpNode, converts
+from tilewright.frontends.unmodelled import Unmodelled
 from tilewright.ir.build import const, convert, map_
 from tilewright.ir.graph import Node
 from tilewright.ir.ops import Pad, Slice
@@ -80,6 +81,8 @@ def _pooled(op: OpNode, function: str) -> Node:
     assert y is not None
     if function == "maximum":
         return y
+    if not any(low) and not any(high):  # each window has all of its places
+        return convert(map_("divide", y, const(float(math.prod(kernel)), x.dtype)), dtype)
     padded = bool(op.integer("count_include_pad", 0))
     sides = zip(spatial, low, declared, counts, strides, kernel, dilations, strict=True)
     numbers = [_elements(e, (a, b) if padded else (0, 0), a, n, s, k, d) for e, a, b, n, s, k, d in sides]

@@ -11,15 +11,15 @@ from collections.abc import Callable
 from tilewright.dtype import F32
 from tilewright.frontends.onnx.elementwise import leaky_relu
 from tilewright.frontends.onnx.matmul import gemm_operands
-from tilewright.frontends.onnx.node import OpNode, Unmodelled, converts
+from tilewright.frontends.onnx.node import OpNode, converts
 from tilewright.frontends.onnx.norm import softmax
 from tilewright.frontends.onnx.quantize import dynamic_u8, lined_up, shifted_product
+from tilewright.frontends.onnx.scope import MICROSOFT
+from tilewright.frontends.unmodelled import Unmodelled
 from tilewright.ir.build import broadcast, concat, const, convert, map_, reduce_, reshape
 from tilewright.ir.graph import Node
 from tilewright.ir.ops import Dequantize, Quantize, Select
 from tilewright.ir.types import broadcast_shapes
-
-_MICROSOFT = "com.microsoft"
 
 
 def _real(op: OpNode, at: int) -> Node:
@@ -48,22 +48,22 @@ def _binary(function: str) -> Callable[[OpNode], Node]:
     return convert_binary
 
 
-converts("QLinearAdd", 1, 1, _MICROSOFT)(_binary("add"))
-converts("QLinearMul", 1, 1, _MICROSOFT)(_binary("multiply"))
+converts("QLinearAdd", 1, 1, MICROSOFT)(_binary("add"))
+converts("QLinearMul", 1, 1, MICROSOFT)(_binary("multiply"))
 
 
-@converts("QLinearSigmoid", 1, 1, _MICROSOFT)
+@converts("QLinearSigmoid", 1, 1, MICROSOFT)
 def _sigmoid(op: OpNode) -> Node:
     return _coded(op, map_("logistic", _real(op, 0)), op.input(3), op.optional(4))
 
 
-@converts("QLinearLeakyRelu", 1, 1, _MICROSOFT)
+@converts("QLinearLeakyRelu", 1, 1, MICROSOFT)
 def _leaky_relu(op: OpNode) -> Node:
     x = _real(op, 0)
     return _coded(op, leaky_relu(x, const(op.real("alpha", 0.01), F32)), op.input(3), op.optional(4))
 
 
-@converts("QLinearSoftmax", 1, 1, _MICROSOFT)
+@converts("QLinearSoftmax", 1, 1, MICROSOFT)
 def _softmax(op: OpNode) -> Node:
     """A softmax of codes along one axis, or with an `opset` below 13 along all from it on."""
     x = _real(op, 0)
@@ -71,7 +71,7 @@ def _softmax(op: OpNode) -> Node:
     return _coded(op, y, op.input(3), op.optional(4))
 
 
-@converts("QLinearConcat", 1, 1, _MICROSOFT)
+@converts("QLinearConcat", 1, 1, MICROSOFT)
 def _concat(op: OpNode) -> Node:
     """Inputs: the result's scale and zero point, then codes, scale and zero point of each part. A part in the result's own
     codes is copied as it is."""
@@ -84,7 +84,7 @@ def _concat(op: OpNode) -> Node:
     return concat(parts, axis)
 
 
-@converts("QLinearWhere", 1, 1, _MICROSOFT)
+@converts("QLinearWhere", 1, 1, MICROSOFT)
 def _where(op: OpNode) -> Node:
     read = (op.input(0), _real(op, 1), _real(op, 4))
     shape = broadcast_shapes(*(n.shape for n in read))
@@ -92,7 +92,7 @@ def _where(op: OpNode) -> Node:
     return Node(Quantize(zero.dtype), chosen, _one(op.input(7)), _one(zero))
 
 
-@converts("QLinearReduceMean", 1, 1, _MICROSOFT)
+@converts("QLinearReduceMean", 1, 1, MICROSOFT)
 def _reduce_mean(op: OpNode) -> Node:
     x = _real(op, 0)
     axes = op.integers("axes") if op.has("axes") else list(range(len(x.shape)))
@@ -100,7 +100,7 @@ def _reduce_mean(op: OpNode) -> Node:
     return _coded(op, y, op.input(3), op.optional(4))
 
 
-@converts("QLinearGlobalAveragePool", 1, 1, _MICROSOFT)
+@converts("QLinearGlobalAveragePool", 1, 1, MICROSOFT)
 def _global_average_pool(op: OpNode) -> Node:
     x = _real(op, 0)
     rank = len(x.shape)
@@ -114,7 +114,7 @@ def _by(op: OpNode, product: Node, factor: Node, bias: Node | None) -> Node:
     return y if bias is None else map_("add", y, convert(bias, F32))
 
 
-@converts("MatMulIntegerToFloat", 1, 1, _MICROSOFT)
+@converts("MatMulIntegerToFloat", 1, 1, MICROSOFT)
 def _matmul_integer_to_float(op: OpNode) -> Node:
     """(A - zero point) @ (B - zero point) * (a_scale * b_scale) + bias; B's scale and zero point one in all or one a column."""
     a, b = op.input(0), op.input(1)
@@ -123,7 +123,7 @@ def _matmul_integer_to_float(op: OpNode) -> Node:
     return convert(_by(op, product, convert(factor, F32), op.optional(6)), op.input(2).dtype)
 
 
-@converts("DynamicQuantizeMatMul", 1, 1, _MICROSOFT)
+@converts("DynamicQuantizeMatMul", 1, 1, MICROSOFT)
 def _dynamic_quantize_matmul(op: OpNode) -> Node:
     """A quantised to u8 by its own range, times B; then as MatMulIntegerToFloat."""
     a, b = op.input(0), op.input(1)
@@ -132,10 +132,10 @@ def _dynamic_quantize_matmul(op: OpNode) -> Node:
     return _by(op, product, map_("multiply", scale, lined_up(op.input(2), b, False)), op.optional(4))
 
 
-@converts("QGemm", 1, 1, _MICROSOFT)
+@converts("QGemm", 1, 1, MICROSOFT)
 def _qgemm(op: OpNode) -> Node:
     """(A' - zero point) @ (B' - zero point) + C in s32, times alpha * a_scale * b_scale; in codes if it says which."""
-    a, b = gemm_operands(op, 0, 3)
+    a, b = gemm_operands(op, 3)
     c = op.optional(6)
     product = shifted_product(a, _one(op.input(2)), b, op.input(5))
     if c is not None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from tilewright.dtype import F32, F64, S32, U8
 from tilewright.frontends.onnx.matmul import matmul
-from tilewright.frontends.onnx.node import OpNode, Unmodelled, converts
+from tilewright.frontends.onnx.node import OpNode, converts
+from tilewright.frontends.onnx.scope import MICROSOFT
 from tilewright.frontends.onnx.tensors import element_type
+from tilewright.frontends.unmodelled import Unmodelled
 from tilewright.ir.build import broadcast, const, convert, expand_dims, map_, reduce_, reshape, slice_
 from tilewright.ir.graph import Node
 from tilewright.ir.ops import Const, Dequantize, Quantize, Select
@@ -51,7 +53,7 @@ def _is_zero(zero: Node) -> bool:
 
 
 @converts("QuantizeLinear", 10, 28)
-@converts("QuantizeLinear", 1, 1, "com.microsoft")
+@converts("QuantizeLinear", 1, 1, MICROSOFT)
 def _quantize_linear(op: OpNode) -> Node:
     """saturate(round(x / scale) + zero point); from version 23 the quotient has the scale's precision or a stated one."""
     x, scale, zero = op.input(0), op.input(1), op.optional(2)
@@ -80,7 +82,7 @@ def _quantize_linear(op: OpNode) -> Node:
 
 
 @converts("DequantizeLinear", 10, 28)
-@converts("DequantizeLinear", 1, 1, "com.microsoft")
+@converts("DequantizeLinear", 1, 1, MICROSOFT)
 def _dequantize_linear(op: OpNode) -> Node:
     """(x - zero point) * scale, in the scale's type or `output_dtype`."""
     x, scale = op.input(0), op.input(1)

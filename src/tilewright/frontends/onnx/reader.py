@@ -23,11 +23,13 @@ from tilewright.frontends.onnx.functions import (
     self_contained,
     with_inner_nodes,
 )
-from tilewright.frontends.onnx.node import OpNode, Unmodelled, converter_of
+from tilewright.frontends.onnx.node import OpNode, converter_of
 from tilewright.frontends.onnx.rewritten import rewritten
-from tilewright.frontends.onnx.scope import Context, Scope, opsets_of, plain_domain
+from tilewright.frontends.onnx.scope import MICROSOFT, Context, Scope, opsets_of, plain_domain
 from tilewright.frontends.onnx.tensors import checked_shape, embedded_tensor, tensor_literal
 from tilewright.frontends.onnx.versions import modern, refuse_changed
+from tilewright.frontends.unmodelled import Unmodelled
+from tilewright.ir.dims import asking
 from tilewright.ir.graph import Node, toposort
 from tilewright.ir.known import KnownValues
 from tilewright.ir.ops import Const, Input
@@ -113,6 +115,7 @@ class Reader:
 
     def _node(self, op: OpNode) -> None:
         proto = op.proto
+        asking(op.where)
         function = self.functions.get(op.key)
         if function is not None:
             results = self._function(op, function, opsets_of(function.opset_import))
@@ -135,7 +138,7 @@ class Reader:
             if chosen is not None:
                 return chosen
         if op.key in _NOT_ONNXS:
-            op = replace(op, domain="com.microsoft")
+            op = replace(op, domain=MICROSOFT)
         schema = self._schema(op)
         body = rewritten(op)
         if body is not None:
@@ -169,7 +172,7 @@ class Reader:
             raise UnsupportedError(
                 f"no operator {quoted(op.proto.op_type)} in ONNX's operator set {opset}",
                 where=op.where,
-                hint="upgrade the onnx package, or export the model again",
+                hint=_of_no_operator(op.proto.op_type, opset),
             ) from None
 
     def _by_definition(self, op: OpNode, schema: onnx.defs.OpSchema) -> Sequence[Node | None] | None:
@@ -246,7 +249,8 @@ class Reader:
                     refuse_changed(inner, _version_in(inner, opsets), op.where)
             known.update({s: v for s in sources if s is not None and (v := self._known(s)) is not None})
         try:
-            results = calls.call(calls.CallSite(proto, sources, captured, opsets, functions, op.where), known, self._declared)
+            site = calls.CallSite(proto, sources, captured, opsets, functions, op.where, self._listed)
+            results = calls.call(site, known, self._declared)
         except InputError:
             if mismatch is None:
                 raise
@@ -254,6 +258,9 @@ class Reader:
         label = op.proto.op_type + (f" of domain {quoted(op.domain)}" if op.domain else "")
         self.notes.append(f"{label} (node {quoted(op.name)}) runs in onnx's reference evaluator: {reason}")
         return results
+
+    def _listed(self, node: Node) -> Sequence[float] | None:
+        return None if node.dtype is OPAQUE else self._known.listed(node)
 
 
 def _version_in(node: onnx.NodeProto, opsets: Mapping[str, int]) -> int:
@@ -275,3 +282,17 @@ def _why_open(op: OpNode) -> str:
     named = ", ".join(quoted(name) for name in inputs[:3])
     advice = f"; a plan for one branch: --fix {inputs[0]}=true (fixed=…)" if len(inputs) == 1 else ""
     return f"its condition depends on {counted(len(inputs), 'input')} ({named}){advice}".replace("\n", " ")
+
+
+def _of_no_operator(name: str, opset: int) -> str:
+    """A hint for an operator that the standard domain does not have in an operator set."""
+    from onnx import defs
+
+    if opset > defs.onnx_opset_version():
+        return f"upgrade the onnx package, which knows operator sets up to {defs.onnx_opset_version()}"
+    if not defs.has(name):
+        return "ONNX has no such operator: correct its name, or give the node the domain of the package that defines it"
+    since = defs.get_schema(name).since_version
+    if since > opset:
+        return f"export the model for operator set {since}, in which it came"
+    return "export the model for an earlier operator set: it was taken out of this one"

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from tilewright.dtype import S8, U8
 from tilewright.frontends.onnx.node import OpNode
+from tilewright.frontends.onnx.scope import MICROSOFT
 from tilewright.frontends.onnx.tensors import element_code
 
 if TYPE_CHECKING:
@@ -23,7 +24,7 @@ REWRITERS: dict[tuple[str, str], Rewriter] = {}
 
 def _rewrites(name: str) -> Callable[[Rewriter], Rewriter]:
     def register(f: Rewriter) -> Rewriter:
-        REWRITERS["com.microsoft", name] = f
+        REWRITERS[MICROSOFT, name] = f
         return f
 
     return register

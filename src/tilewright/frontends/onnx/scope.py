@@ -14,8 +14,9 @@ if TYPE_CHECKING:
     import onnx
 
 
-# onnxruntime's own domains, which it takes without an import: they have one version.
-IMPLIED = frozenset({"com.microsoft", "com.microsoft.nchwc"})
+MICROSOFT = "com.microsoft"  # onnxruntime's own domain
+# Domains which onnxruntime takes without an import: they have one version.
+IMPLIED = frozenset({MICROSOFT, f"{MICROSOFT}.nchwc"})
 
 
 def plain_domain(domain: str) -> str:

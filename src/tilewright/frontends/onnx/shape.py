@@ -10,8 +10,9 @@ from typing import cast
 import torch
 
 from tilewright.dtype import F32, F64, PRED, S64
-from tilewright.frontends.onnx.node import OpNode, Unmodelled, converts
+from tilewright.frontends.onnx.node import OpNode, converts
 from tilewright.frontends.onnx.tensors import checked_shape, element_type
+from tilewright.frontends.unmodelled import Unmodelled
 from tilewright.ir.build import (
     broadcast,
     concat,
@@ -20,12 +21,14 @@ from tilewright.ir.build import (
     expand_dims,
     extents,
     map_,
+    places,
     reduce_,
     reshape,
     slice_,
     transpose,
 )
-from tilewright.ir.dims import exactly, slice_bounds
+from tilewright.ir.dims import exactly
+from tilewright.ir.extent import is_open, slice_bounds
 from tilewright.ir.graph import Node
 from tilewright.ir.ops import Gather, Iota, Pad, Select, Slice
 
@@ -169,22 +172,33 @@ def _slice(op: OpNode) -> Node:
     if not len(starts) == len(stops) == len(axes) == len(steps) or 0 in steps:
         raise op.malformed(f"Slice from {starts} to {stops} along {axes} by {steps}")
     low, high, by = [0] * len(x.shape), list(x.shape), [1] * len(x.shape)
-    reversed_axes: list[tuple[int, range]] = []
+    backwards: list[tuple[int, Node]] = []
     for start, stop, axis, step in zip(starts, stops, axes, steps, strict=True):
         a = op.normal_axis(axis, len(x.shape))
         extent = x.shape[a]
         if step < 0:  # unlike Python, ONNX lets a start before the first element be the first element
             start = max(start, -extent)
-        if step < 0:
-            reversed_axes.append((a, range(*slice(start, stop, step).indices(extent))))
+            first, end = slice_bounds(start, stop, extent, backwards=True)
+            backwards.append((a, _places(-((first - end) // step), first, step)))
         else:
             low[a], high[a] = slice_bounds(start, stop, extent)
             by[a] = step
     if (low, high, by) != ([0] * len(x.shape), list(x.shape), [1] * len(x.shape)):
         x = Node(Slice(tuple(low), tuple(high), tuple(by)), x)
-    for a, picked in reversed_axes:
-        x = picked_along(x, a, picked)
+    for a, picked in backwards:
+        x = Node(Gather(a), x, picked)
     return x
+
+
+def _places(count: int, start: int = 0, step: int = 1) -> Node:
+    """Indices start, start + step, …, `count` of them.
+
+    Raises:
+        Unmodelled: they are too many to list.
+    """
+    if not is_open((count,)) and count > _LISTED:
+        raise Unmodelled(f"it picks {count} elements of one axis")
+    return places(count, start, step)
 
 
 def picked_along(x: Node, axis: int, indices: Sequence[int]) -> Node:
@@ -232,22 +246,19 @@ def _pad(op: OpNode) -> Node:
         raise Unmodelled(f"mode={mode!r}")
     for a in axes:
         if low[a] or high[a]:
-            places = range(-low[a], x.shape[a] + high[a])
-            if len(places) > _LISTED:
-                raise Unmodelled(f"it pads an axis to {len(places)}")
-            x = picked_along(x, a, [_source(i, x.shape[a], mode) for i in places])
+            index = _source(_places(x.shape[a] + low[a] + high[a], -low[a]), x.shape[a], mode)
+            values = op.known(index)  # a constant, unless the axis is open
+            x = Node(Gather(a), x, index if values is None else const(values))
     return x
 
 
-def _source(index: int, extent: int, mode: str) -> int:
-    """The element of an axis that stands at `index`, which may lie outside it."""
+def _source(index: Node, extent: int, mode: str) -> Node:
+    """The elements of an axis that stand at indices, which may lie outside it."""
     if mode == "edge":
-        return min(max(index, 0), extent - 1)
-    if mode == "wrap":
-        return index % extent
-    period = max(2 * (extent - 1), 1)
-    index %= period
-    return min(index, period - index) if extent > 1 else 0
+        return map_("clamp", const(0, S64), index, const(extent - 1, S64))
+    period = const(extent if mode == "wrap" else max(2 * (extent - 1), 1), S64)
+    inside = map_("modulo", index, period)
+    return inside if mode == "wrap" else map_("minimum", inside, map_("subtract", period, inside))
 
 
 @converts("Range", 11, 27)

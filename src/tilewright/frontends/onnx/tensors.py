@@ -11,13 +11,15 @@ import torch
 from tilewright.dtype import BY_NAME, OPAQUE, DType, from_numpy
 from tilewright.errors import InputError
 from tilewright.frontends.onnx.files import DataFiles, Span, malformed, quoted
+from tilewright.ir import arrays
+from tilewright.ir.few_bits import unpack_halves
 from tilewright.ir.literal import Literal
 from tilewright.ir.types import TensorType
 
 if TYPE_CHECKING:
     import onnx
 
-# TensorProto.DataType numbers (onnx.proto); the ones left out (strings, complex, 2-, 4-bit float, …) are opaque.
+# TensorProto.DataType numbers (onnx.proto); the ones left out (strings, complex, 2 and 6 bits, …) are opaque.
 _CODES = {
     "f32": 1,
     "u8": 2,
@@ -38,6 +40,7 @@ _CODES = {
     "f8e5m2fnuz": 20,
     "u4": 21,
     "s4": 22,
+    "f4e2m1fn": 23,
 }
 _DTYPES = {code: BY_NAME[name] for name, code in _CODES.items()}
 _STRING = 8
@@ -145,9 +148,7 @@ def _from_bytes(data: object, offset: int, type: TensorType) -> torch.Tensor:
     dtype = type.dtype
     if dtype.bits == 4:
         pairs = torch.frombuffer(data, dtype=torch.uint8, count=type.size_bytes, offset=offset)
-        codes = torch.stack([pairs & 15, pairs >> 4], -1).reshape(-1)[: type.elements]
-        signed = ((codes ^ 8).to(torch.int8) - 8) if dtype.is_signed else codes
-        return signed.reshape(type.shape)
+        return unpack_halves(pairs, type.elements, dtype).reshape(type.shape)
     if dtype.kind == "pred":  # a byte other than 0 and 1 would not be a torch bool
         return (torch.frombuffer(data, dtype=torch.uint8, count=type.elements, offset=offset) != 0).reshape(type.shape)
     return torch.frombuffer(data, dtype=dtype.to_torch(), count=type.elements, offset=offset).reshape(type.shape)
@@ -193,14 +194,7 @@ def embedded_tensor(tensor: onnx.TensorProto, files: DataFiles, where: str) -> o
 
 def to_numpy(value: torch.Tensor, code: int) -> np.ndarray:
     """A tensor as the NumPy array that onnx's own tools use for this element type (ml_dtypes for the narrow ones)."""
-    dtype = _DTYPES[code]
-    value = value.detach().cpu().contiguous()
-    if dtype.bits == 4:
-        return value.numpy().astype(dtype.to_numpy())
-    if dtype.is_float and dtype.bits <= 16 and dtype.name != "f16":
-        bits = value.view(torch.int16 if dtype.bits == 16 else torch.uint8)
-        return bits.numpy().view(dtype.to_numpy())
-    return value.numpy()
+    return arrays.to_numpy(value, _DTYPES[code])
 
 
 def from_array(array: object, type: TensorType, where: str) -> torch.Tensor:
@@ -212,15 +206,7 @@ def from_array(array: object, type: TensorType, where: str) -> torch.Tensor:
     a = np.asarray(array)
     if a.shape != type.shape or a.dtype != type.dtype.to_numpy():
         raise InputError(f"{quoted(str(a.dtype))}{list(a.shape)} given, {type} wanted", where=where)
-    if type.dtype.bits == 4:
-        return torch.from_numpy(a.astype(type.dtype.storage))
-    a = np.ascontiguousarray(a).reshape(a.shape)
-    if not a.flags.writeable:
-        a = a.copy()
-    if type.dtype.is_float and type.dtype.bits <= 16 and type.dtype.name != "f16":
-        bits = torch.from_numpy(a.view(np.int16 if type.dtype.bits == 16 else np.uint8))
-        return bits.view(type.dtype.to_torch())
-    return torch.from_numpy(a)
+    return arrays.from_numpy(a, type.dtype)
 
 
 def array_type(array: object) -> TensorType | None:

@@ -79,6 +79,9 @@ def modern(
         return proto, sources, {**opsets, "": 6}, 6
     if proto.op_type == "Elu" and version < 6:
         return proto, sources, {**opsets, "": 6}, 6
+    if proto.op_type == "Scatter":  # renamed
+        proto.op_type = "ScatterElements"
+        return proto, sources, {**opsets, "": 11}, 11
     if proto.op_type == "GridSample" and version < 20:
         mode = attributes["mode"].s if "mode" in attributes else b"bilinear"
         _set(proto, mode=_GRID_MODES.get(mode, mode))
@@ -92,9 +95,9 @@ def modern(
             node = const(scales)
         else:
             given = sources[1] if len(sources) > 1 else None
-            if given is None or given not in known:
+            if given is None or (given not in known and proto.op_type == "Resize"):
                 return proto, sources, opsets, version
-            node, scales = given, known[given]
+            node, scales = given, known.get(given, torch.ones(1))  # Upsample's are 1 or more
         nearest = attributes["mode"].s != b"linear" if "mode" in attributes else True
         if nearest and bool((scales < 1).any()):
             if bool((scales > 1).any()):

@@ -31,7 +31,7 @@ def accepts(program: object) -> bool:
     if is_exported(program):
         return True
     if isinstance(program, Path):
-        return program.suffix in _SUFFIXES
+        return program.suffix.lower() in _SUFFIXES
     return isinstance(program, str) and not _OTHERS.match(program) and bool(_SIGNS.search(program))
 
 
@@ -43,7 +43,8 @@ def load(program: object, options: LoadOptions) -> Graph:
 
     Raises:
         InputError: malformed text, no entry function, or dimensions for an input that is not there.
-        UnsupportedError: collectives, shapes known only at run time, an element type or operation that nothing expresses.
+        UnsupportedError: collectives without a mesh, shapes known only at run time, an element type or operation that nothing
+            expresses.
         MissingDependencyError: no jaxlib.
     """
     text, where = source_text(program)

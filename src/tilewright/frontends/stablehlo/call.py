@@ -56,6 +56,7 @@ _NAME = re.compile(r"%[\w$.\-]+(?:#\d+)?")
 _DEFINED = re.compile(r"^\s*(%[\w$.\-]+)(?::\d+)? = ", re.MULTILINE)
 _BLOCK = re.compile(r"^\s*\^\w+\((.*)\):", re.MULTILINE)
 _FUNCTIONS = ("func.func", "func.call", "func.return")
+_TENSOR = re.compile(r"tensor<((?:[?\d]+x)+)([\w<>]+?)>(?!>)")
 
 
 def make_module(op: Operation, function: Callable[[str, str], Operation], *, split: bool = True) -> str:
@@ -212,10 +213,11 @@ def make_call(site: Site) -> list[Value]:
     """
     op = site.op
     payload = make_module(op, site.reader.function)
+    types = site.carried
     if op.name in _CONTROL:
         refuse_interpreted(op.name, op.where)
     else:
-        module = jaxlib.parse(payload, op.where, op.raw.context)
+        module = jaxlib.parse(_filled(payload, ()), op.where, op.raw.context)
         if _program(module, op.where) is None:
             refuse_interpreted(op.name, op.where)
             _runnable(module, op.where)
@@ -223,9 +225,22 @@ def make_call(site: Site) -> list[Value]:
     if not all(isinstance(v, (Node, Complex)) for v in values):
         raise site.refuse("it reads a tuple or a token where tensors are expected")
     sources = [n for v in values for n in ((v.re, v.im) if isinstance(v, Complex) else (v,)) if isinstance(n, Node)]
-    types = site.carried
     made = iter(items(Node(Call("stablehlo", op.name, payload, tuple(t for group in types for t in group)), *sources)))
     return [next(made) if len(group) == 1 else Complex(next(made), next(made)) for group in types]
+
+
+def _filled(payload: str, shapes: Sequence[Sequence[int]]) -> str:
+    """A payload with numbers for extents that it leaves open: those of the first of these shapes that a type fits, else 1."""
+    if "?" not in payload:
+        return payload
+
+    def filled(found: re.Match[str]) -> str:
+        said = found[1].split("x")[:-1]
+        fits = (s for s in shapes if len(s) == len(said) and all(w in ("?", str(d)) for w, d in zip(said, s, strict=True)))
+        extents = next(fits, [1 if w == "?" else w for w in said])
+        return f"tensor<{''.join(f'{d}x' for d in extents)}{found[2]}>"
+
+    return _TENSOR.sub(filled, payload)
 
 
 @dataclass(frozen=True)
@@ -283,7 +298,7 @@ def check_payload(call: Call) -> None:
         InputError: it is no module, or holds no `main`.
         UnsupportedError: the interpreter cannot run it.
     """
-    module = jaxlib.parse(call.payload, call.target)
+    module = jaxlib.parse(_filled(call.payload, ()), call.target)
     if _program(module, call.target) is None:
         refuse_interpreted(call.target, call.target)
         _runnable(module, call.target)
@@ -297,12 +312,13 @@ def evaluate_call(call: Call, values: Sequence[object]) -> list[torch.Tensor]:
         UnsupportedError: neither can run it.
     """
     tensors = [v for v in values if isinstance(v, torch.Tensor)]
-    program = _program_of(call.payload, call.target)
+    payload = _filled(call.payload, [*(t.shape for t in tensors), *(t.shape for t in call.types)])
+    program = _program_of(payload, call.target)
     if program is not None:
         _check_values(program.types, values, call.target)
         return program.run(tensors)
     # A context keeps every constant it ever saw, inputs among them: one for each evaluation.
-    module = jaxlib.parse(call.payload, call.target)
+    module = jaxlib.parse(payload, call.target)
     arguments = _runnable(module, call.target).block().arguments
     types = [tensor_type(a.type, call.target) for a in arguments]
     _check_values(types, values, call.target)

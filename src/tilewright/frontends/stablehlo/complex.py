@@ -7,11 +7,11 @@ product of operands side by side. Functions that mix the parts in other ways are
 from __future__ import annotations
 
 from collections.abc import Callable
-from types import NotImplementedType
 
 from tilewright.frontends.stablehlo.dot import Pair, dot_dimensions, product
 from tilewright.frontends.stablehlo.module import complex_elements, component
 from tilewright.frontends.stablehlo.registry import Complex, Lowering, Site, Value
+from tilewright.frontends.unmodelled import Unmodelled
 from tilewright.ir.build import broadcast, const, convert, map_, reshape, slice_
 from tilewright.ir.graph import Node
 from tilewright.ir.literal import Literal
@@ -34,19 +34,25 @@ def is_complex(site: Site) -> bool:
     return any(isinstance(v, Complex) for v in site.values) or any(component(r.type) for r in site.op.results)
 
 
-def lower_complex(site: Site, real: Lowering | None) -> Value | NotImplementedType:
-    """Meaning of the operation; `real` lowers it for real numbers, and for any where it looks at no element."""
+def lower_complex(site: Site, real: Lowering | None) -> Value:
+    """Meaning of the operation; `real` lowers it for real numbers, and for any where it looks at no element.
+
+    Raises:
+        Unmodelled: it has no meaning on complex numbers here, or none at all.
+    """
     dialect, _, name = site.op.name.partition(".")
     if dialect in ("stablehlo", "mhlo"):
         if name in _LOWERINGS:
             return _LOWERINGS[name](site)
         if name in _BY_PART and real is not None:
             if name in _OF_SUMS and any(o.name != "stablehlo.add" for o in site.op.block().operations()[:-1]):
-                return NotImplemented
+                raise Unmodelled("it combines complex numbers by more than a sum")
             return _by_part(site, real)
         if any(isinstance(v, Complex) for v in site.values) and name in _ELEMENTWISE:
-            return NotImplemented
-    return real(site) if real is not None and name not in _ELEMENTWISE else NotImplemented
+            raise Unmodelled("it is a function of complex numbers")
+    if real is None or name in _ELEMENTWISE:
+        raise Unmodelled("")
+    return real(site)
 
 
 # Real lowerings of these take no pairs: calls instead.
@@ -59,14 +65,12 @@ _ELEMENTWISE = frozenset(
 )
 
 
-def _by_part(site: Site, real: Lowering) -> Value | NotImplementedType:
+def _by_part(site: Site, real: Lowering) -> Value:
     found: list[list[Value]] = []
     outs = [group[0] for group in site.carried]
     for which in ("re", "im"):
         values = [getattr(v, which) if isinstance(v, Complex) else v for v in site.values]
         value = real(Site(site.op, values, site.reader, outs))
-        if value is NotImplemented:
-            return NotImplemented
         found.append(value if isinstance(value, list) else [value])  # type: ignore[list-item]
     pairs: list[Value] = [Complex(a, b) for a, b in zip(*found, strict=True) if isinstance(a, Node) and isinstance(b, Node)]
     return pairs[0] if len(site.op.results) == 1 else pairs
@@ -182,7 +186,7 @@ def _product(site: Site, batch: Pair, contracted: Pair) -> Value:
     return Complex(times(a.re, b), times(a.im, b))
 
 
-_LOWERINGS: dict[str, Callable[[Site], Value | NotImplementedType]] = {
+_LOWERINGS: dict[str, Callable[[Site], Value]] = {
     "abs": _abs,
     "compare": _compare,
     "complex": lambda site: Complex(*site.nodes),

@@ -22,7 +22,7 @@ from tilewright.ir.build import broadcast, const, map_
 from tilewright.ir.evaluate import evaluate_nodes, evaluator
 from tilewright.ir.graph import Graph, Node, toposort
 from tilewright.ir.literal import Literal
-from tilewright.ir.ops import Const, Select
+from tilewright.ir.ops import Const, Own, Select
 from tilewright.ir.types import TensorType
 
 Run = Callable[[Sequence[torch.Tensor]], Sequence[object]]
@@ -71,6 +71,8 @@ def _settled(value: Value) -> Value:
     if isinstance(value, Complex):
         return Complex(cast(Node, _settled(value.re)), cast(Node, _settled(value.im)))
     if not isinstance(value, Node) or not value.constant or isinstance(value.op, Const) or value.tensor.elements > _SMALL:
+        return value
+    if any(isinstance(n.op, Own) for n in toposort([value])):  # another one on each rank
         return value
     (found,) = evaluate_nodes([value], {})
     return Node(Const(Literal(TensorType(value.dtype, value.shape), cast(torch.Tensor, found).contiguous())))

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from types import NotImplementedType
-
 from tilewright.dtype import BF16, F32, PRED, DType
 from tilewright.frontends.stablehlo.module import elements, is_splat, mlir_type
 from tilewright.frontends.stablehlo.order import total_order
 from tilewright.frontends.stablehlo.registry import Site, Value, lowers
+from tilewright.frontends.unmodelled import Unmodelled
 from tilewright.ir.build import broadcast, const, convert, map_, reshape
 from tilewright.ir.graph import Node
 from tilewright.ir.literal import Literal
@@ -17,6 +16,8 @@ from tilewright.ir.types import TensorType
 
 # The graph's functions bear the names that StableHLO and CHLO give them, but for these.
 _RENAMED = {"round_nearest_afz": "round_half_away", "round_nearest_even": "round_half_even"}
+STANDS_FOR = "tilewright.stands_for"
+"""Attribute of an operation that stands for an elementwise one of this name while Shardy partitions the program."""
 _COMPARISONS = {
     "EQ": "equal",
     "NE": "not_equal",
@@ -28,12 +29,14 @@ _COMPARISONS = {
 
 
 @lowers(*(f"{dialect}.{name}" for dialect in ("stablehlo", "chlo") for name in (*FUNCTIONS, *_RENAMED)))
-def _function(site: Site) -> Value | NotImplementedType:
+def _function(site: Site) -> Value:
     """`op a, b -> map fn="op"`; a scalar bound of clamp broadcasts."""
-    name = site.op.name.partition(".")[2]
+    name = site.op.string(STANDS_FOR, site.op.name.partition(".")[2])
+    if name not in FUNCTIONS and name not in _RENAMED:
+        raise site.refuse(f"there is no function {name!r}")
     args = site.nodes
     if name.startswith("shift_") and not _shiftable(name, args[0].dtype):
-        return NotImplemented
+        raise Unmodelled(f"it shifts {args[0].dtype}")
     if name == "clamp" and args[1].dtype is PRED:
         return map_("minimum", map_("maximum", args[1], args[0]), args[2])
     return map_(_RENAMED.get(name, name), *args)
@@ -88,7 +91,7 @@ def overflow_to(dtype: DType) -> Overflow:
 
 
 @lowers("stablehlo.reduce_precision")
-def _reduce_precision(site: Site) -> Value | NotImplementedType:
+def _reduce_precision(site: Site) -> Value:
     """Rounding f32 to 8 exponent and 7 mantissa bits is what a round trip through bf16 does."""
     (x,) = site.nodes
     kept = (site.op.integer("exponent_bits"), site.op.integer("mantissa_bits"))
@@ -96,7 +99,7 @@ def _reduce_precision(site: Site) -> Value | NotImplementedType:
         return x
     if x.dtype is F32 and kept == (8, 7):
         return convert(convert(x, BF16), F32)
-    return NotImplemented
+    raise Unmodelled(f"it keeps {kept[0]} and {kept[1]} bits of {x.dtype}")
 
 
 @lowers("stablehlo.constant", "chlo.constant", "mhlo.constant")
@@ -136,7 +139,7 @@ def _batch_norm(site: Site) -> Value:
     return map_("add", map_("multiply", normal, laid(scale)), laid(offset))
 
 
-def elementwise_target(target: str) -> str | None:
-    """The function that a custom call like `mhlo.erf` names, if the graph has it."""
+def elementwise_target(target: str, operands: int) -> str | None:
+    """The function that a custom call like `mhlo.erf` names, if the graph has it, of so many operands."""
     dialect, _, name = target.partition(".")
-    return name if dialect in ("mhlo", "chlo") and name in FUNCTIONS and FUNCTIONS[name].arity == 1 else None
+    return name if dialect in ("mhlo", "chlo") and name in FUNCTIONS and FUNCTIONS[name].arity == operands else None

@@ -15,7 +15,8 @@ from typing import Any
 
 from tilewright.errors import InputError, UnsupportedError
 from tilewright.frontends import LoadOptions
-from tilewright.ir.dims import Dim, bounds_of, spelt
+from tilewright.ir.dims import Dim, spelt
+from tilewright.ir.extent import bounds_of
 from tilewright.ir.types import Shape
 
 _SPECIFIED = re.compile(r"polymorphic shapes specifications: (.*?)\. Obtained dimension variables")
@@ -77,7 +78,7 @@ def _specified(asm: str) -> list[list[str]]:
 
 
 def _split(inner: str) -> list[str]:
-    """What commas part, outside brackets."""
+    """Split a text at its commas outside brackets."""
     parts, depth = [""], 0
     for c in inner:
         depth += (c == "(") - (c == ")")

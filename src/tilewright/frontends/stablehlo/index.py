@@ -7,19 +7,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from types import NotImplementedType
 from typing import cast
 
 import torch
 
 from tilewright.dtype import S32, S64, DType
+from tilewright.frontends.stablehlo.collective import by_rank, own_part
 from tilewright.frontends.stablehlo.registry import Site, Value, lowers
 from tilewright.frontends.stablehlo.shape import pad, strided_slice
+from tilewright.frontends.unmodelled import Unmodelled
 from tilewright.ir.build import broadcast, concat, const, convert, expand_dims, extents, map_, reshape, slice_, transpose
-from tilewright.ir.dims import is_open
 from tilewright.ir.evaluate import evaluate_nodes
+from tilewright.ir.extent import is_open, plain_index
 from tilewright.ir.graph import Node, toposort
-from tilewright.ir.ops import Call, Const, Gather, Iota, Select
+from tilewright.ir.ops import Call, Const, Gather, Iota, Map, Own, Select
 from tilewright.ir.types import Shape
 
 _MAKERS, _ELEMENTS = 64, 4096  # of a scalar that is computed as the program is read
@@ -52,20 +53,21 @@ def known_number(node: Node) -> int | float | bool | None:
     if not node.constant or node.tensor.elements != 1:
         return None
     made = toposort([node])
-    if len(made) > _MAKERS or any(isinstance(n.op, Call) or n.tensor.elements > _ELEMENTS for n in made):
+    if len(made) > _MAKERS or any(isinstance(n.op, (Call, Own)) or n.tensor.elements > _ELEMENTS for n in made):
         return None
     (value,) = evaluate_nodes([node], {})
     return cast(torch.Tensor, value).item()
 
 
-def _known(starts: Sequence[Node]) -> list[int] | None:
-    """The values of scalars that constants make, or None if one is none."""
+def _known(site: Site, starts: Sequence[Node]) -> list[int] | None:
+    """The values of scalars that constants and extents make, or None if one is none."""
     out: list[int] = []
     for s in starts:
-        value = known_number(s)
+        told = site.extents(s)
+        value = told[0] if told else known_number(s)
         if value is None:
             return None
-        out.append(int(value))
+        out.append(plain_index(int(value) if isinstance(value, float) else value))
     return out
 
 
@@ -75,16 +77,27 @@ def _held(starts: Sequence[int], shape: Shape, sizes: Sequence[int]) -> list[int
 
 @lowers("stablehlo.dynamic_slice")
 def _dynamic_slice(site: Site) -> Value:
-    """`dynamic_slice x, starts` -> a slice where the starts are constants, else a gather on each axis that is cut."""
+    """`dynamic_slice x, starts` -> a slice where the starts are constants, an `own` where each rank takes its part, else a
+    gather on each axis that is cut."""
     x, *starts = site.nodes
-    sizes = site.op.ints("slice_sizes")
-    known = _known(starts)
+    return _cut(site, x, starts, site.op.ints("slice_sizes"))
+
+
+def _cut(site: Site, x: Node, starts: Sequence[Node], sizes: Sequence[int]) -> Node:
+    known = _known(site, starts)
     if known is not None:
         begin = _held(known, x.shape, sizes)
         return strided_slice(x, begin, [b + n for b, n in zip(begin, sizes, strict=True)], [1] * len(sizes))
     for axis, (start, size) in enumerate(zip(starts, sizes, strict=True)):
-        extent = x.shape[axis]
+        extent, mesh = x.shape[axis], site.reader.mesh
         if size != extent:
+            each = by_rank(start, mesh)
+            part = None
+            if mesh is not None and each is not None:
+                part = own_part(x, axis, [min(max(s, 0), extent - size) for s in each], size, mesh)
+            if part is not None:
+                x = part
+                continue
             dtype = _index_type(extent)
             first = convert(_clamped(start, extent - size), dtype)
             x = Node(Gather(axis), x, map_("add", _iota(size, dtype), first))
@@ -97,14 +110,24 @@ def _with_known_extents(site: Site) -> Value:
     x, *rest = site.nodes
     value, widths = (rest[0], rest[1:]) if site.op.name.endswith("pad") else (None, rest)
     known = [site.extents(w) or _known_vector(w) for w in widths]
+    size = _size(site, widths[0], widths[1]) if value is None and known[0] is None and known[2] == [1] * len(x.shape) else None
+    if size is not None:
+        return _cut(site, x, [reshape(slice_(widths[0], 0, a, a + 1), ()) for a in range(len(x.shape))], size)
     if any(k is None for k in known):
         raise site.refuse("its widths are known only at run time", hint="make them constants")
     a, b, c = cast("list[list[int]]", known)
     return strided_slice(x, a, b, c) if value is None else pad(x, value, a, b, c)
 
 
+def _size(site: Site, start: Node, limit: Node) -> list[int] | None:
+    """The extents of a slice whose limit is its start and as much more; None of another."""
+    if not (isinstance(limit.op, Map) and limit.op.fn == "add" and start in limit.src):
+        return None
+    return site.extents(limit.src[1 - limit.src.index(start)])
+
+
 def _known_vector(node: Node) -> list[int] | None:
-    if not node.constant or any(isinstance(n.op, Call) or n.tensor.elements > _ELEMENTS for n in toposort([node])):
+    if not node.constant or any(isinstance(n.op, (Call, Own)) or n.tensor.elements > _ELEMENTS for n in toposort([node])):
         return None
     (value,) = evaluate_nodes([node], {})
     return [int(v) for v in cast(torch.Tensor, value).tolist()]
@@ -121,7 +144,7 @@ def _dynamic_update_slice(site: Site) -> Value:
         return update
     if update.tensor.elements == 0:
         return x
-    known = _known(starts)
+    known = _known(site, starts)
     if known is not None:
         return _spliced(x, update, _held(known, x.shape, update.shape), 0)
     inside: Node | None = None
@@ -153,12 +176,12 @@ def _spliced(x: Node, update: Node, begin: Sequence[int], axis: int) -> Node:
 
 
 @lowers("stablehlo.dynamic_gather")
-def _dynamic_gather(site: Site) -> Value | NotImplementedType:
+def _dynamic_gather(site: Site) -> Value:
     """A gather whose slice sizes are extents: a slice where its one index follows from extents, too."""
     x, starts, _ = site.nodes
     sizes, told = site.extents(site.nodes[2]), site.extents(starts)
     if sizes is None:
-        return NotImplemented
+        raise Unmodelled("its slices are as large as the data say")
     q = site.op.dimension_numbers("GatherDimensionNumbers", "dimension_numbers")
     if told is None or len(starts.shape) != 1 or list(q.operand_batching_dims):
         return _gathered(site, x, starts, sizes)

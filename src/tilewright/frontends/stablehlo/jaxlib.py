@@ -2,7 +2,7 @@
 
 jaxlib carries XLA's own HLO parser, the StableHLO dialects and StableHLO's reference interpreter; `jax` itself is not needed.
 XLA's parser ends the process on some malformed modules (a failed check, not an exception), so HLO text is converted in a
-process of its own: this file is also that process's program.
+process of its own: this file is also that process's program. Shardy's passes end theirs on some modules, and run there, too.
 """
 
 from __future__ import annotations
@@ -16,10 +16,11 @@ import re
 import subprocess
 import sys
 import threading
-from collections.abc import Generator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from tilewright import children
 from tilewright.errors import InputError, MissingDependencyError, UnsupportedError
 
 CONVERSION_TIMEOUT_S = 600
@@ -31,8 +32,20 @@ _EXPAND_CHLO = "builtin.module(func.func(chlo-legalize-to-stablehlo))"
 _PLAIN_CALLS = "func.func(stablehlo-legalize-composite-to-call)"
 _CANONICAL = "stablehlo-refine-shapes,func.func(stablehlo-canonicalize-dynamism),canonicalize,symbol-dce"
 _QUANT_TO_MATH = "builtin.module(func.func(stablehlo-legalize-quant-to-math,chlo-legalize-to-stablehlo))"
+# Without the full version Shardy's conversion to collectives fails a check on what is summed over ranks.
+_PROPAGATE = (
+    "builtin.module(func.func(chlo-legalize-to-stablehlo),sdy-lift-inlined-meshes,sdy-propagation-pipeline,"
+    "func.func(sdy-insert-explicit-reshards{enable-full-version=true}),sdy-resolve-permutation-factors,"
+    "func.func(sdy-reshard-to-collectives))"
+)
+_PARTITION = "builtin.module(sdy-convert-global-to-local)"
+_REDUCED = "tilewright.reduced"
+_SUMMABLE = tuple(f"stablehlo.{name}" for name in ("add", "multiply", "maximum", "minimum", "and", "or"))
 _QUANTISED = re.compile(r"!quant\.")
-_AGAIN = "mend it there, or print the module again, whole"
+_LOCATED = re.compile(r'error: (?:loc\()?(?:fused\[)?"([^"\[]*).*?"(?::\d+:\d+)?[\])]*: ')  # what MLIR puts before its reason
+_SAID = 300  # characters of XLA's reason
+_MEND = "mend it there, or print the module again"
+_WHOLE = "the text ends too early: print the module again, whole"
 _IMPORTING = threading.Lock()
 _HINT = "pip install 'tilewright[jax]'"
 
@@ -43,6 +56,7 @@ class Api:
 
     ir: Any
     stablehlo: Any
+    sdy: Any
     passmanager: Any
     context: type[Any]
     register: Any
@@ -91,7 +105,7 @@ def _imported() -> Api:
         for registrar in registrars:
             registrar(context)
 
-    return Api(ir, dialects["stablehlo"], passmanager, Context, register)
+    return Api(ir, dialects["stablehlo"], dialects["sdy"], passmanager, Context, register)
 
 
 def _missing(error: Exception) -> MissingDependencyError:
@@ -133,11 +147,15 @@ def parse(program: str | bytes, where: str, context: Any = None) -> Any:
         except Exception as error:
             what, place = _diagnosis(error)
             at = f"{where}, {place}" if place else where
+            named = re.search(r'"[^"]*":(\d+):(\d+): expected non-function type', str(error))
+            if named and isinstance(program, str):
+                word = re.match(r"\w*", program.splitlines()[int(named[1]) - 1][int(named[2]) - 1 :])
+                what = f"StableHLO has no type {word[0]!r}" if word and word[0] else what
             if "unregistered dialect" in what or re.search(r"Dialect `\w+' not found", what):
                 dialect = re.search(r"[!`\"']+(\w+)", what)
                 name = f"the dialect {dialect.group(1)!r}" if dialect else "a dialect other than StableHLO"
                 raise UnsupportedError(f"{name} is not read", where=at, hint="lower it to plain StableHLO first") from None
-            raise InputError(f"malformed StableHLO: {what}", where=at, hint=_AGAIN) from None
+            raise InputError(f"malformed StableHLO: {what}", where=at, hint=_MEND) from None
     problem = run_passes(module, _QUANT_TO_MATH) if quantised else None
     if problem:
         what = problem.partition(": %")[0]
@@ -230,51 +248,90 @@ def hlo_to_stablehlo(text: str, where: str) -> bytes:
         InputError: malformed; says where.
         MissingDependencyError: no jaxlib, or one without this conversion.
     """
-    api()  # a missing jaxlib is reported from here, once
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
-    command = [sys.executable, "-P", __file__]
-    try:
-        done = subprocess.run(
-            command,
-            input=text.encode(errors="replace"),
-            capture_output=True,
-            env=environment,
-            timeout=CONVERSION_TIMEOUT_S,
-            check=False,
-        )
-    except subprocess.TimeoutExpired:
-        raise InputError(
-            f"XLA's parser took longer than {CONVERSION_TIMEOUT_S} s",
-            where=where,
-            hint="give StableHLO (.mlir), which is read here, or parts of it",
-        ) from None
+    done = _elsewhere("convert", text.encode(errors="replace"), where)
     verdict, _, payload = done.stdout.partition(b"\n")
     if verdict == b"converted":
         return payload
+    if verdict == b"refused":
+        said = payload.decode(errors="replace")
+        what, place = _hlo_diagnosis(said)
+        hint = _MEND if text.rstrip().endswith("}") and "LINE OUT OF RANGE" not in said else _WHOLE
+        raise InputError(f"malformed HLO: {what}", where=f"{where}, {place}" if place else where, hint=hint)
+    raise InputError(f"malformed HLO: XLA's parser stopped at it: {_last_words(done)}", where=where, hint=_MEND)
+
+
+def partitioned(module: Any, where: str) -> Any:
+    """The module of one rank of a module in Shardy's spelling, in which collective operations move what must be moved.
+
+    Shardy carries shardings to where none are said, says where values change theirs, and partitions, in another process.
+
+    Raises:
+        UnsupportedError: Shardy cannot partition it.
+    """
+    out = io.BytesIO()
+    module.operation.write_bytecode(out)
+    done = _elsewhere("partition", out.getvalue(), where)
+    verdict, _, payload = done.stdout.partition(b"\n")
+    if verdict == b"partitioned":
+        return parse(payload, where)
+    what = payload.decode(errors="replace") if verdict == b"refused" else _last_words(done)
+    hint = "other shardings of the inputs, or none within loops and lookups"
+    raise UnsupportedError(f"Shardy, as jaxlib has it, cannot partition the program: {what[:300]}", where=where, hint=hint)
+
+
+def _elsewhere(task: str, given: bytes, where: str) -> subprocess.CompletedProcess[bytes]:
+    """A process of this file's program, with its answer: a verdict and, on the next line, a result or reason.
+
+    Raises:
+        InputError: it takes too long.
+        MissingDependencyError: no jaxlib, or one that lacks what the task takes.
+    """
+    api()  # a missing jaxlib is reported from here, once
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
+    command = [sys.executable, "-P", __file__, task]
+    try:
+        done = subprocess.run(
+            command, input=given, capture_output=True, env=environment, timeout=CONVERSION_TIMEOUT_S, check=False
+        )
+    except subprocess.TimeoutExpired:
+        hint = "give StableHLO (.mlir), which is read here, or parts of it"
+        raise InputError(f"XLA's {task} took longer than {CONVERSION_TIMEOUT_S} s", where=where, hint=hint) from None
+    verdict, _, payload = done.stdout.partition(b"\n")
     if verdict == b"missing":
         raise MissingDependencyError(payload.decode(), where=where, hint=_HINT)
-    if verdict == b"refused":
-        what, place = _hlo_diagnosis(payload.decode(errors="replace"))
-        raise InputError(f"malformed HLO: {what}", where=f"{where}, {place}" if place else where, hint=_AGAIN)
-    raise InputError(
-        f"malformed HLO: XLA's parser stopped at it: {_last_words(done)}", where=where, hint="is the file complete?"
-    )
+    return done
 
 
 def _hlo_diagnosis(message: str) -> tuple[str, str]:
-    """XLA's reason and the line it names. Later places are those of enclosing rules, so the first counts."""
-    found = re.search(r"was parsing (\d+):\d+: error: (.*)", message)
-    if found:
-        return found.group(2)[:200], f"line {found.group(1)}"
+    """XLA's reason and the place that it names.
+
+    Later places are those of enclosing rules, so the first counts that says more than that something cannot be parsed.
+    """
+    for line, column, what, source in re.findall(r"was parsing (\d+):(\d+): error: (.*)(?:\n(.*))?", message):
+        if not what.endswith(":"):
+            said = _unknown(what, source[int(column) - 1 :]) or what.rpartition(", error: ")[2]
+            return said[:_SAID], f"line {line}"
     lines = [line.strip() for line in message.splitlines() if line.strip()] or ["no reason given"]
     what = lines[1] if lines[0].endswith(":") and len(lines) > 1 else lines[0].rstrip(":")
-    return re.sub(r"^[A-Z_]+: ", "", what)[:200], ""
+    at = _LOCATED.match(what)
+    what = re.sub(r"^[A-Z_]+: ", "", what[at.end() :] if at else what)
+    return what[:_SAID], at[1][:80] if at else ""
+
+
+def _unknown(what: str, source: str) -> str | None:
+    """The sentence on a type or an operation that XLA's parser does not know, by the text where it stopped; None of anything
+    else. A type that is none where one begins an instruction it takes for an operation."""
+    word = re.match(r"\W*(\w+)", source)
+    if word is None or not what.startswith(("expected primitive type", "expects opcode")):
+        return None
+    operation = what.startswith("expects opcode") and not source[word.end() :].startswith("[")
+    return f"HLO has no {'operation' if operation else 'type'} {word[1]!r}"
 
 
 def _last_words(done: subprocess.CompletedProcess[bytes]) -> str:
     said = done.stderr.decode(errors="replace")
     check = re.search(r"(?:Check failed|LLVM ERROR): (.*)", said) or re.search(r"(MemoryError|bad_alloc)", said)
-    return check.group(1)[:160] if check else f"exit status {done.returncode}"
+    return check.group(1)[:160] if check else f"its process {children.ending(done.returncode)}"
 
 
 def _convert(text: str) -> bytes:
@@ -293,25 +350,127 @@ def _convert(text: str) -> bytes:
     return out.getvalue()
 
 
-@contextlib.contextmanager
-def _only_answer() -> Generator[Any]:
-    """Standard output, with anything a library prints there sent to standard error instead."""
-    answer = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)
-    with answer:
-        yield answer
+def _settle(block: Any) -> str | None:
+    """See that Shardy's conversion to local types will do right by a block; why it will not.
+
+    It makes every sum over ranks of reductions by whatever function (marked here, mended by `_mend`), and gets lookups and
+    updates along split axes wrong: it reads past the end of a constant, or leaves out that another rank is meant. Operands of
+    custom calls it leaves as they lie.
+    """
+    for op in (o.operation for o in block.operations):
+        axes = _moved_along(op)
+        if axes and _split_axes(op.operands[0]) & axes:
+            return f"{op.name} along an axis that is split"
+        if op.name == "stablehlo.custom_call" and any(_split_axes(v) for v in (*op.operands, *op.results)):
+            return f"a custom call to {op.attributes['call_target_name'].value!r} of values that are split"
+        if op.name in ("sdy.all_reduce", "sdy.reduce_scatter"):
+            maker = op.operands[0].owner
+            name = getattr(maker, "name", "an argument")
+            if name == "stablehlo.reduce":
+                inner = [o.operation for o in maker.regions[0].blocks[0].operations]
+                if len(inner) != 2 or len(maker.results) != 1 or inner[0].name not in _SUMMABLE:
+                    return f"{name} by a function of its own along an axis that is split"
+                maker.attributes[_REDUCED] = api().ir.StringAttr.get(inner[0].name)
+            elif name not in ("stablehlo.dot", "stablehlo.dot_general", "stablehlo.convolution"):
+                return f"{name} along an axis that is split"
+        found = next((w for r in op.regions for b in r.blocks if (w := _settle(b)) is not None), None)
+        if found is not None:
+            return found
+    return None
+
+
+def _moved_along(op: Any) -> set[int]:
+    """The axes of an operation's first operand along which it looks up, writes or sorts elements."""
+    if op.name in ("stablehlo.gather", "stablehlo.dynamic_gather"):
+        return _numbers_of(op.attributes["dimension_numbers"], "start_index_map")
+    if op.name == "stablehlo.scatter":
+        return _numbers_of(op.attributes["scatter_dimension_numbers"], "scatter_dims_to_operand_dims")
+    if op.name == "stablehlo.dynamic_update_slice":
+        shapes = [[int(d) for d in v.type.shape] for v in (op.operands[0], op.operands[1])]
+        return {i for i, (d, e) in enumerate(zip(*shapes, strict=True)) if d != e}
+    if op.name == "stablehlo.dynamic_slice":
+        sizes = [int(d) for d in op.attributes["slice_sizes"]]
+        return {i for i, (d, e) in enumerate(zip(op.operands[0].type.shape, sizes, strict=True)) if int(d) != e}
+    if op.name == "stablehlo.sort":
+        return {int(op.attributes["dimension"].value)}
+    return set()
+
+
+def _numbers_of(attribute: Any, key: str) -> set[int]:
+    found = re.search(rf"{key} = \[([\d, ]*)\]", str(attribute))
+    return {int(d) for d in found[1].split(",") if d.strip()} if found else set()
+
+
+def _mend(block: Any) -> None:
+    """Have ranks' results of reductions put together by the function that they were reduced by; drop what is said of shardings
+    of values within functions, which are settled."""
+    for op in reversed([o.operation for o in block.operations]):
+        maker = op.operands[0].owner if op.name in ("stablehlo.all_reduce", "stablehlo.reduce_scatter") else None
+        if maker is not None and _REDUCED in getattr(maker, "attributes", {}):
+            (body,) = op.regions[0].blocks
+            add = next(iter(body.operations)).operation
+            name, at = str(maker.attributes[_REDUCED].value), api().ir.InsertionPoint(add)
+            kinds, given = [add.results[0].type], list(add.operands)
+            made = api().ir.Operation.create(name, results=kinds, operands=given, ip=at, loc=add.location)
+            add.results[0].replace_all_uses_with(made.results[0])
+            add.erase()
+        for key in ("sdy.sharding", "sdy.sharding_rule", _REDUCED):
+            if key in op.attributes:  # what else stands alone as a module of its own names no mesh
+                del op.attributes[key]
+        for region in op.regions:
+            for inner in region.blocks:
+                _mend(inner)
+
+
+def _split_axes(value: Any) -> set[int]:
+    """The axes of a value that its sharding splits."""
+    sdy, owner = api().sdy, value.owner
+    found = None
+    if hasattr(owner, "attributes"):
+        if "sdy.sharding" in owner.attributes:
+            per_value = list(sdy.TensorShardingPerValueAttr(owner.attributes["sdy.sharding"]).shardings)
+            found = per_value[value.result_number]
+        elif "out_sharding" in owner.attributes:
+            found = owner.attributes["out_sharding"]
+        elif "sharding" in owner.attributes:
+            found = owner.attributes["sharding"]
+    else:
+        holder = owner.owner
+        attrs = list(holder.attributes["arg_attrs"]) if "arg_attrs" in holder.attributes else []
+        if value.arg_number < len(attrs) and "sdy.sharding" in attrs[value.arg_number]:
+            found = attrs[value.arg_number]["sdy.sharding"]
+    if found is None:
+        return set()
+    dims = sdy.TensorShardingAttr(found).dimension_shardings
+    return {i for i, d in enumerate(dims) if list(sdy.DimensionShardingAttr(d).axes)}
+
+
+def _partition(bytecode: bytes) -> bytes:
+    """Partition a module in Shardy's spelling, in the other process."""
+    with new_context():
+        module = api().ir.Module.parse(bytecode)
+        problem = run_passes(module, _PROPAGATE)
+        problem = problem or _settle(module.body) or run_passes(module, _PARTITION)
+        if problem is not None:
+            raise ValueError(problem)
+        with api().ir.Location.unknown():
+            _mend(module.body)
+        out = io.BytesIO()
+        module.operation.write_bytecode(out)
+    return out.getvalue()
 
 
 def main() -> None:
-    """Convert HLO text on standard input; answer with a verdict and, on the next line, bytecode or a reason."""
-    with _only_answer() as answer:
-        text = sys.stdin.buffer.read().decode()
+    """Do a task on what stands on standard input; answer with a verdict and, on the next line, bytecode or a reason."""
+    with children.answers("wb") as answer:
+        given = sys.stdin.buffer.read()
         with contextlib.suppress(ImportError, ValueError, OSError):
             resource = importlib.import_module("resource")  # not on Windows
-            limit = _CONVERSION_MEMORY_BYTES + 64 * len(text)
+            limit = _CONVERSION_MEMORY_BYTES + 64 * len(given)
             resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
         try:
-            answer.write(b"converted\n" + _convert(text))
+            partition = sys.argv[1:] == ["partition"]
+            answer.write(b"partitioned\n" + _partition(given) if partition else b"converted\n" + _convert(given.decode()))
         except MissingDependencyError as error:
             answer.write(b"missing\n" + error.what.encode())
         except Exception as error:

@@ -13,7 +13,7 @@ import torch
 from tilewright.dtype import BY_NAME, F4E2M1FN, F16, F32, F64, OPAQUE, PRED, U8, DType
 from tilewright.errors import InputError, UnsupportedError
 from tilewright.frontends.stablehlo import jaxlib
-from tilewright.ir.dims import is_open
+from tilewright.ir.extent import is_open
 from tilewright.ir.ops.functions import narrow_integer
 from tilewright.ir.types import Shape, TensorType
 

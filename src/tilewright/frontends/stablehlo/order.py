@@ -25,7 +25,7 @@ def spelt_out(text: str) -> str:
 def total_order(out: str, a: str, b: str, direction: str, type: str) -> str:
     """Lines of MLIR that set `out` to whether `a` stands in `direction` to `b`; both have the tensor type `type`."""
     element = re.split(r"[<x>]", type)[-2]
-    narrow = DTYPES[element].bits == 8
+    narrow = DTYPES[element].bits <= 8
     width = 32 if narrow else DTYPES[element].bits
     integer, pred = type.replace(f"{element}>", f"i{width}>"), type.replace(f"{element}>", "i1>")
     prefix = f"%order_{out[1:]}"

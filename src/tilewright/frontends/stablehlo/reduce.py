@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import math
-from types import NotImplementedType
 from typing import Any, cast
 
 from tilewright.dtype import PRED, DType
 from tilewright.frontends.stablehlo.module import Block
 from tilewright.frontends.stablehlo.registry import Site, Value, lowers
 from tilewright.frontends.stablehlo.shape import pad
+from tilewright.frontends.unmodelled import Unmodelled
 from tilewright.ir.build import map_, reduce_, slice_
 from tilewright.ir.graph import Node
 from tilewright.ir.ops import Const
+from tilewright.ir.ops.collective import Fn
 from tilewright.ir.ops.norm import Reduction
 
-_ASSOCIATIVE: dict[str, Reduction] = {
+ASSOCIATIVE: dict[str, Fn] = {
     "stablehlo.add": "add",
     "stablehlo.multiply": "multiply",
     "stablehlo.maximum": "maximum",
@@ -26,7 +27,7 @@ _ASSOCIATIVE: dict[str, Reduction] = {
 
 
 @lowers("stablehlo.reduce")
-def _reduce(site: Site) -> Value | NotImplementedType:
+def _reduce(site: Site) -> Value:
     """`reduce x, init, f -> f(reduce fn=f, init)`; the last step is dropped where init is f's identity.
 
     Several operands are several reductions where none looks at another; where they do (argmax), it is a call.
@@ -37,7 +38,7 @@ def _reduce(site: Site) -> Value | NotImplementedType:
     results: list[Value] = []
     for fn, x, start in zip(functions, site.nodes[:half], site.nodes[half:], strict=True):
         if fn is None:
-            return NotImplemented
+            raise Unmodelled("it reduces by a function of its own")
         reduced = reduce_(fn, x, axes) if axes else x
         results.append(reduced if _is_identity(start, fn) else map_(fn, reduced, start))
     return results[0] if half == 1 else results
@@ -58,11 +59,11 @@ def _combiner(block: Block, index: int, half: int, site: Site) -> Reduction | No
             return _combiner(site.reader.function(call.string("callee"), call.where).block(), 0, 1, site)
     root = _unconverted(last.operands[index], made)
     op = made.get(root)
-    if op is None or op.name not in _ASSOCIATIVE:
+    if op is None or op.name not in ASSOCIATIVE:
         return None
     reads = [_unconverted(v, made) for v in op.operands]
     wanted = [arguments[index], arguments[half + index]]
-    return _ASSOCIATIVE[op.name] if reads in (wanted, wanted[::-1]) else None
+    return ASSOCIATIVE[op.name] if reads in (wanted, wanted[::-1]) else None
 
 
 def _unconverted(value: Any, made: dict[Any, Any]) -> Any:
@@ -91,17 +92,17 @@ def _is_identity(start: Node, fn: str) -> bool:
 
 
 @lowers("stablehlo.reduce_window")
-def _reduce_window(site: Site) -> Value | NotImplementedType:
+def _reduce_window(site: Site) -> Value:
     """Windows of one associative function, whose init is its identity, axis by axis (pooling, running sums).
 
     A window of n is built from windows of powers of two: w[2k][i] = f(w[k][i], w[k][i + k]), about log2(n) steps an axis.
     """
     if len(site.nodes) != 2:
-        return NotImplemented
+        raise Unmodelled("windows of several operands")
     x, start = site.nodes
     fn = _combiner(site.op.block(), 0, 1, site)
     if fn is None or not _is_identity(start, fn):
-        return NotImplemented
+        raise Unmodelled("its windows are reduced by a function of its own, or from another start")
     rank = len(x.shape)
     ones = (1,) * rank
     sizes = site.op.ints("window_dimensions")

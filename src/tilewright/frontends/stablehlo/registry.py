@@ -1,7 +1,7 @@
 """Registry of the operations that have a meaning in the graph, and the `Site` that a lowering is given.
 
-A lowering is a function of a `Site`: it returns what the operation's results are, or `NotImplemented` where it holds no meaning
-for this one, which then becomes a `call`. Modules of this folder register lowerings by topic.
+A lowering is a function of a `Site`: it returns what the operation's results are, or raises `Unmodelled` where it holds no
+meaning for this one, which then becomes a `call`. Modules of this folder register lowerings by topic.
 """
 
 from __future__ import annotations
@@ -13,13 +13,11 @@ from typing import TYPE_CHECKING, Any
 from tilewright.errors import UnsupportedError
 from tilewright.frontends.stablehlo.extents import filled
 from tilewright.frontends.stablehlo.module import Operation, carried_types, tensor_type
-from tilewright.ir.dims import plain_index
+from tilewright.ir.extent import plain_index
 from tilewright.ir.graph import Node
 from tilewright.ir.types import Shape, TensorType
 
 if TYPE_CHECKING:
-    from types import NotImplementedType
-
     from tilewright.frontends.stablehlo.walk import Walk
 
 
@@ -40,7 +38,7 @@ _SHAPED = {"dynamic_reshape": 1, "dynamic_broadcast_in_dim": 1, "dynamic_iota": 
 
 # A tuple is a list; a token (an order of effects, no data) is None.
 Value = Node | Complex | list["Value"] | None
-Lowering = Callable[["Site"], "Value | NotImplementedType"]
+Lowering = Callable[["Site"], Value]
 
 LOWERINGS: dict[str, Lowering] = {}
 
@@ -87,7 +85,10 @@ class Site:
             if extents is None:
                 raise self.refuse("its shape is known only at run time", hint="work it out from shapes of inputs alone")
             return filled(raw, extents)
-        return next((s for v in self.values if isinstance(v, Node) and (s := filled(raw, v.shape)) is not None), None)
+        shapes = [v.shape for v in self.values if isinstance(v, Node)]
+        if name == "reduce":
+            shapes = [tuple(d for a, d in enumerate(shapes[0]) if a not in self.op.ints("dimensions"))]
+        return next((s for shape in shapes if (s := filled(raw, shape)) is not None), None)
 
     def extents(self, node: Node) -> list[int] | None:
         """The elements of a vector that constants and extents make; None of any other."""
@@ -101,7 +102,12 @@ class Site:
         Raises:
             UnsupportedError: one is no tensor that the graph can carry.
         """
-        return [carried_types(r.type, self.op.where) for r in self.op.results]
+        inferred = self.op.name in ("stablehlo.reduce", "stablehlo.sort")  # the others' extents are in their types alone
+        shapes = [self._open(r.type) if inferred else None for r in self.op.results]
+        return [
+            carried_types(r.type, self.op.where) if s is None else [tensor_type(r.type, self.op.where, s)]
+            for r, s in zip(self.op.results, shapes, strict=True)
+        ]
 
     @property
     def nodes(self) -> list[Node]:

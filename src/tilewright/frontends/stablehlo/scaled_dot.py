@@ -7,6 +7,7 @@ wider. A scalar scale says that there is none. Scales of type f8e8m0fnu, 2^(e - 
 
 from __future__ import annotations
 
+import contextlib
 import math
 import re
 
@@ -17,6 +18,7 @@ from tilewright.frontends.stablehlo.dot import product
 from tilewright.frontends.stablehlo.elementwise import overflow_to
 from tilewright.frontends.stablehlo.module import is_e8m0
 from tilewright.frontends.stablehlo.registry import Lowering, Site, Value
+from tilewright.frontends.unmodelled import Unmodelled
 from tilewright.ir.build import broadcast, const, convert
 from tilewright.ir.graph import Node
 from tilewright.ir.ops import Dequantize, Gather
@@ -67,7 +69,11 @@ def _closing(text: str, at: int) -> int:
 
 
 def scaled_dot(site: Site) -> Value:
-    """scaled_dot a, b, scale_a, scale_b -> gemm(dequantize(a, scale_a), dequantize(b, scale_b))."""
+    """scaled_dot a, b, scale_a, scale_b -> gemm(dequantize(a, scale_a), dequantize(b, scale_b)).
+
+    Raises:
+        UnsupportedError: it has more or fewer operands than two and their scales, or scales that do not divide them.
+    """
     lb, rb, lc, rc = ([int(d) for d in part.split(",") if d] for part in site.op.string("call_target_name").split(";")[1:])
     if len(site.nodes) != 4:
         raise site.refuse(f"a scaled-dot takes two operands and their scales, not {len(site.nodes)} values")
@@ -124,10 +130,10 @@ def lower_e8m0(site: Site, lower: Lowering | None) -> Value:
     if name == "bitcast_convert" and site.nodes[0].dtype is U8 and site.out.dtype is U8:
         return site.nodes[0]
     own = name == "custom_call" and site.op.string("call_target_name").startswith("tilewright.")
-    value = lower(site) if lower is not None and (name in _MOVING or own) else NotImplemented
-    if value is NotImplemented:
-        raise site.refuse("f8e8m0fnu is read as the scales of a product alone", hint="convert it to f32 first")
-    return value
+    with contextlib.suppress(Unmodelled):
+        if lower is not None and (name in _MOVING or own):
+            return lower(site)
+    raise site.refuse("f8e8m0fnu is read as the scales of a product alone", hint="convert it to f32 first")
 
 
 def _constant(site: Site) -> Value:

@@ -65,13 +65,19 @@ def _fusion(site: Site) -> Value:
     return one_or_all(site.reader.region(site.op, site.values))
 
 
+@lowers("stablehlo.async_start")
+def _async_region(site: Site) -> Value:
+    """The results of what is started, for `async_done` to pick up."""
+    return site.reader.region(site.op, site.values)
+
+
 @lowers("mhlo.async_start")
 def _async_start(site: Site) -> Value:
     """The results of what is started, for `async_done` to pick up."""
     return site.reader.call(site.op.string("called_computation"), site.values, site.op.where)
 
 
-@lowers("mhlo.async_done", "mhlo.async_update")
+@lowers("mhlo.async_done", "mhlo.async_update", "stablehlo.async_done")
 def _async_done(site: Site) -> Value:
     (started,) = site.values
     return one_or_all(started) if isinstance(started, list) and site.op.name.endswith("done") else started
@@ -116,7 +122,7 @@ def _custom_call(site: Site) -> Value:
         return _identity(site)
     if target == "shape_assertion":
         return _asserted(site)
-    function = elementwise_target(target)
+    function = elementwise_target(target, len(site.values))
     if function is not None:
         return map_(function, *site.nodes)
     if target in _TOP_K and len(site.values) == 1:

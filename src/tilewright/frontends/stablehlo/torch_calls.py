@@ -12,9 +12,10 @@ from typing import Any, cast
 import torch
 from torch.nn import functional
 
-from tilewright.dtype import F64, PRED, DType
+from tilewright.dtype import F4E2M1FN, F64, PRED, DType
 from tilewright.errors import UnsupportedError
 from tilewright.frontends.stablehlo.module import DTYPES, Operation
+from tilewright.ir.few_bits import four_bit_floats, half_codes
 from tilewright.ir.ops.elementwise import convert_tensor
 from tilewright.ir.ops.functions import narrow_integer
 
@@ -193,10 +194,12 @@ def _bitcast(op: Operation) -> Kernel:
             return torch.empty(shape, dtype=storage, device=x.device)
         x = x.contiguous()
         flat = x.as_strided((x.numel(),), (1,))  # of one element, too, whatever its stride says
-        if widths[0] == widths[1] < 8:
-            return _codes(flat.to(torch.int64), cast(DType, target)).reshape(shape)
         if widths[0] < 8:
-            pieces = (flat.to(torch.int64) & (1 << widths[0]) - 1).unflatten(0, (-1, 8 // widths[0]))
+            flat = half_codes(flat) if widths[0] == 4 else flat.to(torch.uint8)
+        if widths[0] == widths[1] < 8:
+            return _codes(flat, cast(DType, target)).reshape(shape)
+        if widths[0] < 8:
+            pieces = flat.to(torch.int64).unflatten(0, (-1, 8 // widths[0]))
             flat = (pieces << torch.arange(0, 8, widths[0], device=x.device)).sum(1).to(torch.uint8)
         if widths[1] < 8:
             whole = flat.view(torch.uint8).to(torch.int64)[:, None]
@@ -207,8 +210,11 @@ def _bitcast(op: Operation) -> Kernel:
     return run
 
 
-def _codes(x: torch.Tensor, dtype: DType) -> torch.Tensor:
-    return x != 0 if dtype is PRED else narrow_integer(x, dtype)
+def _codes(bits: torch.Tensor, dtype: DType) -> torch.Tensor:
+    """Codes, one to a byte, of bits that are one to an element."""
+    if dtype is F4E2M1FN:
+        return four_bit_floats(bits.device)[bits.int()].view(dtype.to_torch())
+    return bits != 0 if dtype is PRED else narrow_integer(bits, dtype)
 
 
 def _popcnt(op: Operation) -> Kernel:

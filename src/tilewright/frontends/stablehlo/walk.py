@@ -16,16 +16,19 @@ from tilewright.frontends.stablehlo.complex import is_complex, joined, lower_com
 from tilewright.frontends.stablehlo.module import Block, Operation, agree, carried_types, is_e8m0, place, tensor_type
 from tilewright.frontends.stablehlo.registry import Complex, Site, Value, lowering, one_or_all
 from tilewright.frontends.stablehlo.scaled_dot import concerns_e8m0, lower_e8m0
+from tilewright.frontends.unmodelled import Unmodelled
 from tilewright.ir.build import input_
+from tilewright.ir.dims import asking
 from tilewright.ir.graph import Graph, Node
 from tilewright.ir.known import KnownValues
+from tilewright.ir.mesh import Mesh
 from tilewright.ir.types import Shape
 
 MAX_OPERATIONS = 1_000_000
 MAX_DEPTH = 100
 _Scope = ChainMap[Any, Value]
 _RETURNS = ("func.return", "stablehlo.return", "mhlo.return")
-_COLLECTIVES = re.compile(r"(all_|reduce_scatter|collective_|partition_id|replica_id|send|recv|infeed|outfeed|cross_replica)")
+_MESSAGES = re.compile(r"(send|recv|infeed|outfeed|cross_replica|collective_)")
 
 
 T = TypeVar("T")
@@ -56,20 +59,26 @@ class Walk:
         where: the file, for messages.
         elided: inputs that stand for constants whose value the text leaves out, by name.
         notes: sentences for the graph.
-        called: operations that became calls, by name.
+        called: operations that became calls, by name and reason.
         count: operations read so far.
         known: values that follow from shapes and small constants alone.
+        mesh: the ranks that the program is for; None for one device.
+        replicas: how many replicas of the program there are, each on as many ranks.
     """
 
     count: int
+    mesh: Mesh | None
+    replicas: int
 
-    def __init__(self, module: Any, asm: str, where: str) -> None:
+    def __init__(self, module: Any, asm: str, where: str, mesh: Mesh | None = None) -> None:
+        self.mesh = mesh
+        self.replicas = 1 if mesh is None else replicas(module, mesh, where)
         self.module = module
         self.asm = asm
         self.where = where
         self.elided: dict[str, Node] = {}
         self.notes: dict[str, None] = {}
-        self.called: Counter[str] = Counter()
+        self.called: Counter[tuple[str, str]] = Counter()
         self._functions = [_functions(module)]
         self._origins: dict[Node, str] = {}
         self._expanding: list[Operation] = []
@@ -84,7 +93,7 @@ class Walk:
         Raises:
             InputError: no entry function.
         """
-        arguments = self._entry()[1].block().arguments
+        arguments = self.entry()[1].block().arguments
         if len(labels) != len(arguments):
             labels = [self._argument_name(a, i) for i, a in enumerate(arguments)]
         return _unique(labels), [a.type for a in arguments]
@@ -101,16 +110,16 @@ class Walk:
             InputError: no entry function, or the program calls itself or is too large once inlined.
             UnsupportedError: an operation or a type that cannot be expressed.
         """
-        name, entry = self._entry()
+        name, entry = self.entry()
         inputs, values = self._arguments(labels, entry.block().arguments, shapes)
         results = self._flat(self._run(name, entry.block(), values), entry.where)
         names = output_names if len(output_names) == len(results) else _result_names(entry, len(results))
-        self._note_annotations(entry, labels)
+        self._note_layouts(labels)
         if self.elided:
             self.note(f"the text leaves out the values of {', '.join(self.elided)}: they are inputs here")
-        for target, times in self.called.items():
+        for (target, reason), times in self.called.items():
             by = "StableHLO's reference interpreter, which is slow" if target[10:] in INTERPRETED else "torch"
-            self.note(f"{target} ({times} in all) is evaluated by {by}")
+            self.note(f"{target} ({times} in all) is evaluated by {by}{f': {reason}' if reason else ''}")
         said = self.module.operation.attributes
         return Graph(
             str(said["sym_name"].value) if "sym_name" in said else name,
@@ -128,7 +137,11 @@ class Walk:
         self.notes[sentence] = None
 
     def function(self, name: str, where: str) -> Operation:
-        """The function called `name` of the innermost module; `InputError` if there is none."""
+        """The function called `name` of the innermost module.
+
+        Raises:
+            InputError: there is none.
+        """
         found = self._functions[-1].get(name)
         if found is None:
             raise InputError(f"there is no function called {name!r}", where=where, hint="print the module again, whole")
@@ -160,7 +173,7 @@ class Walk:
         Raises:
             InputError: there is none.
         """
-        _, entry = self._entry()
+        _, entry = self.entry()
         block = entry.block()
         inputs, values = self._arguments([f"given{i}" for i in range(len(block.arguments))], block.arguments)
         scope: _Scope = ChainMap(dict(zip(block.arguments, values, strict=True)))
@@ -209,9 +222,12 @@ class Walk:
             self._expanding.pop()
             self._functions.pop()
 
-    # The walk itself.
+    def entry(self) -> tuple[str, Operation]:
+        """The entry function and its name.
 
-    def _entry(self) -> tuple[str, Operation]:
+        Raises:
+            InputError: there is none, or it has no body.
+        """
         functions = self._functions[0]
         public = [n for n, f in functions.items() if f.string("sym_visibility") != "private"]
         if "main" in functions:
@@ -229,6 +245,8 @@ class Walk:
                 f"function {name!r} has no body", where=self.where, hint="print the module with every function's body"
             )
         return name, entry
+
+    # The walk itself.
 
     def _argument_name(self, argument: Any, index: int) -> str:
         """The source's name of an argument: that of its location, or of the argument it is passed on as (JAX's exports wrap
@@ -285,16 +303,9 @@ class Walk:
                 f"the program is more than {most} operations once inlined", where=self.where, hint="compile parts of it"
             )
         site = Site(op, operands, self)
+        asking(op.where)
         try:
-            lower = lowering(op.name)
-            if is_complex(site):
-                value = lower_complex(site, lower)
-            elif concerns_e8m0(site):
-                value = lower_e8m0(site, lower)
-            else:
-                value = lower(site) if lower is not None else NotImplemented
-            if value is NotImplemented:
-                value = self._unmodelled(site)
+            value = self._value(site)
         except TypeMismatchError as error:
             where = f"{op.where}: {error.where}" if error.where else op.where
             raise UnsupportedError(error.what, where=where, hint=error.hint) from error
@@ -309,7 +320,22 @@ class Walk:
                 raise UnsupportedError(f"its result is {nodes[0].type} where the text says {result.type}", where=op.where)
         return values
 
-    def _unmodelled(self, site: Site) -> Value:
+    def _value(self, site: Site) -> Value:
+        """The value of an operation by its lowering, or as one without."""
+        lower = lowering(site.op.name)
+        try:
+            if is_complex(site):
+                return lower_complex(site, lower)
+            if concerns_e8m0(site):
+                return lower_e8m0(site, lower)
+            if lower is not None:
+                return lower(site)
+            reason = ""
+        except Unmodelled as unmodelled:
+            reason = unmodelled.reason
+        return self._unmodelled(site, reason)
+
+    def _unmodelled(self, site: Site, reason: str) -> Value:
         """The value of an operation without a lowering, by its own decomposition or a call; else an error."""
         op = site.op
         dialect, _, name = op.name.partition(".")
@@ -318,14 +344,14 @@ class Walk:
             raise UnsupportedError("a scan from the end is not read", where=op.where, hint="reverse its operands and results")
         if dialect == "chlo":
             return one_or_all(self.expand(make_module(op, self.function, split=False), site.values, op))
-        if dialect in ("stablehlo", "mhlo") and _COLLECTIVES.match(name):
+        if dialect in ("stablehlo", "mhlo") and _MESSAGES.match(name):
             hint = "read the program as it is before partitioning"
-            raise UnsupportedError(f"{name} needs several devices, and a program runs on one", where=op.where, hint=hint)
+            raise UnsupportedError(f"{name} passes values from device to device, and is not read", where=op.where, hint=hint)
         if name == "ragged_dot":
             hint = "a product for each group, or every row by every group's matrix and a select"
             raise UnsupportedError("ragged-dot, a product of groups of rows, is not read", where=op.where, hint=hint)
         if is_callable(op):
-            self.called[op.name] += 1
+            self.called[op.name, reason] += 1
             return one_or_all(make_call(site))
         what = f"{op.name} has no meaning here, and StableHLO's interpreter cannot run it"
         raise UnsupportedError(what, where=op.where, hint="compute it outside, and make its result an input")
@@ -369,8 +395,8 @@ class Walk:
             out.extend(self._flat(v, where) if isinstance(v, list) else [joined(v) if isinstance(v, Complex) else v])
         return out
 
-    def _note_annotations(self, entry: Operation, labels: Sequence[str]) -> None:
-        """Note what the module says about its arguments beyond their logical types."""
+    def _note_layouts(self, labels: Sequence[str]) -> None:
+        """Note where the module says that arguments lie otherwise than row-major."""
         attributes = self.module.operation.attributes
         key = "mhlo.xla_entry_computation_parameter_layouts"
         layouts = list(attributes[key]) if key in attributes else []
@@ -379,10 +405,21 @@ class Walk:
             if order != sorted(order, reverse=True):
                 shown = ",".join(map(str, order))
                 self.note(f"input {label!r} has layout {{{shown}}} in its source; it is taken and read row-major here")
-        for i, attrs in enumerate(list(entry.attribute("arg_attrs")) if entry.has("arg_attrs") else []):
-            for name in ("mhlo.sharding", "sdy.sharding"):
-                if name in attrs and not re.search(r"\{(replicated|maximal[^}]*)\}", str(attrs[name])):
-                    self.note(f"input {labels[i]!r} is sharded ({attrs[name]}) in its source; the whole of it is taken here")
+
+
+def replicas(module: Any, mesh: Mesh, where: str) -> int:
+    """The number of replicas of a program, each on an equal part of the mesh.
+
+    Raises:
+        InputError: it is for another number of devices than the mesh has.
+    """
+    said = module.operation.attributes
+    of, parts = (int(said[k].value) if k in said else 1 for k in ("mhlo.num_replicas", "mhlo.num_partitions"))
+    if of * parts not in (1, mesh.size):
+        raise InputError(
+            f"the program is for {of * parts} devices, the mesh {mesh} has {mesh.size}", where=where, hint="its own mesh"
+        )
+    return of
 
 
 def _functions(module: Any) -> dict[str, Operation]:

@@ -10,6 +10,7 @@ holds.
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -19,30 +20,34 @@ import torch
 from torch.export import ExportedProgram
 from torch.utils import _pytree as pytree
 
-from tilewright.errors import TilewrightError, UnsupportedError
+from tilewright.errors import TilewrightError, TypeMismatchError, UnsupportedError
 from tilewright.frontends import LoadOptions
+from tilewright.frontends._local import one_ranks, over_whole
 from tilewright.frontends.torch import call as calls
-from tilewright.frontends.torch import elementwise, few_bits, index, matmul, quantize, reduce, views
+from tilewright.frontends.torch import collective, elementwise, few_bits, index, matmul, placed, quantize, reduce, views
 from tilewright.frontends.torch import file_call as file_calls
 from tilewright.frontends.torch.aot import Open
+from tilewright.frontends.torch.collective import exchanges, on_mesh
 from tilewright.frontends.torch.export import arguments, exported, places, program_name, user_inputs
+from tilewright.frontends.torch.placed import read_plan, said_twice, whole, without_styles
 from tilewright.frontends.torch.reader import Reader
 from tilewright.frontends.torch.registry import DependsOnDataError
 from tilewright.frontends.torch.symbols import reading, symbols_of
 from tilewright.frontends.torch.taken import COMPARED, as_taken, differs_as_traced, note
 from tilewright.ir.graph import Graph
+from tilewright.ir.mesh import Mesh
 from tilewright.ir.ops import Call
 from tilewright.tracing import TRACING
 
 # Each registers the translations of its topic as it is imported.
-TOPICS = (elementwise, few_bits, index, matmul, quantize, reduce, views)
+TOPICS = (collective, elementwise, few_bits, index, matmul, placed, quantize, reduce, views)
 _PICKLES = (".pt2", ".pt", ".pth")
 
 
 def accepts(program: object) -> bool:
     """Tell whether `program` is a module, an exported program, or a file that torch writes."""
     if isinstance(program, Path):
-        return program.suffix in _PICKLES
+        return program.suffix.lower() in _PICKLES
     return isinstance(program, (torch.nn.Module, ExportedProgram, Open))
 
 
@@ -152,11 +157,53 @@ def _grouped_experts(module: torch.nn.Module) -> Generator[bool]:
 def _read(
     program: torch.nn.Module | ExportedProgram, options: LoadOptions, asked: list[str] | None = None, *, taken: bool = False
 ) -> Graph:
+    if options.mesh is not None:
+        return _on_mesh(program, options, options.mesh, asked, taken=taken)
     ready = exported(program, options, asked, taken=taken)
-    symbols = symbols_of(ready, user_inputs(ready), options) if options.dims else None
-    with reading(symbols):
-        graph = Reader(ready, program_name(program)).read()
+    inputs, name, scope = user_inputs(ready), program_name(program), vars(options.scope)
+    before = {field: copy.copy(value) for field, value in scope.items()}
+    try:
+        with reading(symbols_of(ready, inputs, options) if options.dims else None):
+            graph = Reader(ready, name).read()
+    except TypeMismatchError:
+        united = dict[str, list[str]]()
+        scope.update(before)
+        symbols = symbols_of(ready, inputs, options, united) if options.dims is True else None
+        if all(len(of) == 1 for of in united.values()):
+            raise
+        with reading(symbols):
+            graph = Reader(ready, name).read()
+        # Torch gives each key and each value of a cache a symbol, and does not say that they are equal.
+        alike = (f"{' and '.join(of)} are taken for equal, as in the example" for of in united.values() if of[1:])
+        graph = replace(graph, notes=(*graph.notes, *alike))
     return replace(graph, places=places(program, ready, options.example_inputs))
+
+
+def _on_mesh(
+    program: torch.nn.Module | ExportedProgram,
+    options: LoadOptions,
+    mesh: Mesh,
+    asked: list[str] | None,
+    *,
+    taken: bool,
+) -> Graph:
+    """The graph of a program on a mesh: over whole tensors, which are placed, or of one rank, if it exchanges values."""
+    if options.dims:
+        raise UnsupportedError("extents stay open on a mesh", where=program_name(program), hint="dims=False")
+    module = program if isinstance(program, torch.nn.Module) else torch.nn.Module()
+    plan = read_plan(module, mesh, options.plan)
+    with whole(module), without_styles(module) as styled, plan.placing():
+        ready = exported(program, options, asked, taken=taken)
+        with on_mesh(mesh):
+            graph = Reader(ready, program_name(program), placed=plan.parameters).read()
+    notes = (*graph.notes, *plan.notes, *([said_twice(styled)] if styled else []))
+    graph = replace(graph, places=places(program, ready, options.example_inputs), notes=notes)
+    return one_ranks(graph, mesh, plan.inputs) if exchanges(graph) else over_whole(graph, mesh, plan.inputs)
+
+
+def not_repeated(call: Call) -> str | None:
+    """The reason why a CUDA graph does not do again what a call does; None if it may be part of one."""
+    return calls.not_repeated(call)
 
 
 def evaluate_call(call: Call, values: Sequence[object]) -> list[torch.Tensor]:

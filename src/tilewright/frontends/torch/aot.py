@@ -223,8 +223,8 @@ class Open:
         self._alike: list[dict[Any, int]] = []
 
     def alike(self, args: Sequence[object]) -> Open:
-        """The same, where symbols are one dim that are equal for the arguments of this call, and of those that were given so
-        before: torch gives each key and each value of a cache a symbol, and does not say that they are equal."""
+        """The same graph with one dim for symbols that are equal in this call, and in all that were given to `alike` before:
+        torch gives each key and each value of a cache a symbol, and does not say that they are equal."""
         made = copy.copy(self)
         made._alike = [*self._alike, self._values(args)]
         return made
@@ -240,7 +240,7 @@ class Open:
         return all(values[symbol] == values[one] for symbol, one in self._ones().items())
 
     def _ones(self) -> dict[Any, Any]:
-        """Of each symbol, the one whose dim it is."""
+        """Find for each symbol the one whose dim stands for it: the first of those that it has been equal to so far."""
         if not self._alike:
             return {s: s for s in self._places}
         found: dict[tuple[int, ...], Any] = {}
@@ -274,7 +274,7 @@ class Open:
         return {spelt(str(one)): values[one] for one in self._ones().values()}
 
     def at(self, args: Sequence[object]) -> Concrete:
-        """How a call with these arguments is made, and any call of the same extents."""
+        """The graph at the extents of a call with these arguments; it serves every call of the same extents."""
         values = self._values(args)
 
         def number(value: object) -> object:
@@ -290,7 +290,7 @@ Get = Callable[[Any], int]
 
 
 def _symbols_of(module: fx.GraphModule) -> dict[Any, tuple[int, Get]]:
-    """Where each symbol of torch's is said: the place of an argument, and what is read off that."""
+    """Find for each of torch's symbols an argument, by its place, and the function that reads the symbol's value off it."""
     found: dict[Any, tuple[int, Get]] = {}
     for place, node in enumerate(n for n in module.graph.nodes if n.op == "placeholder"):
         value = cast("object", node.meta.get("val"))
@@ -453,7 +453,7 @@ class _Walk:
         return made
 
     def _value(self, node: fx.Node, target: Callable[..., object], args: Any, kwargs: Any) -> object:
-        """What an operator gives: of stand-ins, or as it was traced."""
+        """The value of an operator: what torch gives for stand-ins, or what was seen when the graph was traced."""
         if self._symbols is None:
             given, named = map_arg((args, kwargs), lambda n: n.meta["val"])
             with self._fakes:

@@ -4,13 +4,13 @@ afterwards."""
 from __future__ import annotations
 
 import contextlib
-import functools
 import io
 import logging
 import sys
 import warnings
 from collections.abc import Callable, Generator, Mapping, Sequence
 from pathlib import Path
+from types import FunctionType
 from typing import Any, cast
 
 import torch
@@ -38,7 +38,11 @@ def replaced(owner: Any, values: Mapping[str, Any]) -> Generator[None]:
 @contextlib.contextmanager
 def numbers_refused(where: str) -> Generator[None]:
     """A context that ends a trace in which Python takes a number out of a tensor, whatever becomes of the number: the symbol
-    that stands for it is no `float` or `int`, and as one `v == v` is true where it is NaN. torch's own checks may ask."""
+    that stands for it is no `float` or `int`, and as one `v == v` is true where it is NaN. torch's own checks may ask.
+
+    Raises:
+        DependsOnDataError: Python takes one.
+    """
     names = ("create_unbacked_symfloat", "create_unbacked_symint", "create_unbacked_symbool")
     met = list[str]()
 
@@ -88,23 +92,48 @@ class NothingMade(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
+_ASKED = torch.compiler.is_compiling, torch.compiler.is_exporting
+_OWN = {f.__name__: FunctionType(f.__code__, f.__globals__, f.__name__) for f in _ASKED}
+_listening: list[list[str]] = []
+
+
+def answered(name: str) -> bool:
+    """The answer of torch's own function `name`, once it is noted who asked."""
+    asker = sys._getframe(2).f_code  # pyright: ignore[reportPrivateUsage] - a frame that is held holds tensors
+    if _listening and not asker.co_filename.startswith(_TORCH):
+        _listening[-1].append(f"{asker.co_filename} in {asker.co_name}")
+    return _OWN[name]()
+
+
+def _noted_is_compiling() -> bool:  # both run among the names of torch.compiler
+    from tilewright.frontends.torch import around
+
+    return around.answered("is_compiling")
+
+
+def _noted_is_exporting() -> bool:
+    from tilewright.frontends.torch import around
+
+    return around.answered("is_exporting")
+
+
 @contextlib.contextmanager
 def asking(found: list[str]) -> Generator[None]:
-    """A context that adds places outside torch that ask whether they are being traced to `found`."""
+    """A context that adds places outside torch that ask whether they are being traced to `found`.
 
-    def noted(ask: Callable[[], bool]) -> Callable[[], bool]:
-        @functools.wraps(ask)
-        def told() -> bool:
-            asker = sys._getframe(1).f_code  # pyright: ignore[reportPrivateUsage] - a frame that is held holds tensors
-            if not asker.co_filename.startswith(_TORCH):
-                found.append(f"{asker.co_filename} in {asker.co_name}")
-            return ask()
-
-        return told
-
-    names = ("is_compiling", "is_exporting")
-    with replaced(torch.compiler, {name: noted(getattr(torch.compiler, name)) for name in names}):
+    torch's functions stay the objects they are and have other code meanwhile: Dynamo knows them by identity, in tables that it
+    fills once (`tracing_state_functions` in torch/_dynamo/variables/torch.py), maybe here; others have imported them by name.
+    """
+    for f, noted in zip(_ASKED, (_noted_is_compiling, _noted_is_exporting), strict=True):
+        f.__code__ = noted.__code__
+    _listening.append(found)
+    try:
         yield
+    finally:
+        _listening.pop()
+        if not _listening:
+            for f in _ASKED:
+                f.__code__ = _OWN[f.__name__].__code__
 
 
 @contextlib.contextmanager

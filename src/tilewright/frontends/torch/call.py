@@ -1,8 +1,8 @@
 """Operators kept as they are: written as a `call` with a JSON payload, and run by torch.
 
 The payload is `{"args": […], "kwargs": {…}}`, positional and keyword arguments of the operator's schema; that of a call that
-draws random numbers has its number, `"draw"`, too. JSON values stand
-for themselves; an object with one key stands for what JSON lacks: `{"tensor": i}` operand i of the call, `{"float": "inf"}`,
+draws random numbers has its number, `"draw"`, too. JSON values stand for themselves; an object with one key stands for what
+JSON lacks: `{"tensor": i}` operand i of the call, `{"extent": i}` the number that operand i is, `{"float": "inf"}`,
 `{"torch": "float16"}` a dtype, layout or memory format, `{"device": "cpu"}`, `{"complex": [re, im]}`. Nothing in it is code.
 """
 
@@ -19,13 +19,18 @@ from torch._ops import OpOverload
 
 from tilewright.dtype import OPAQUE
 from tilewright.errors import InputError, TypeMismatchError, UnsupportedError
+from tilewright.files import NotJSONError, decoded
 from tilewright.frontends.torch.types import dtype_of
+from tilewright.ir.build import extents
+from tilewright.ir.extent import Extent
 from tilewright.ir.graph import Node
 from tilewright.ir.ops import Call
 from tilewright.ir.types import TensorType
 
 EXACT = 1 << 53  # integers up to here are f64
 _MOST_NESTED = 8  # lists of an argument; no schema has so many
+_LINEAR = ("linalg_", "_linalg_", "cholesky", "geqrf", "lu_", "ormqr", "triangular_solve")
+_ALSO_ON_CPU = (*_LINEAR, "_fft_")  # of aten: MAGMA's have streams of their own, cuFFT's plans are kept for some sizes alone
 _TORCH_CONSTANTS = (torch.dtype, torch.layout, torch.memory_format)
 # Packages whose import registers a namespace that torch itself ships.
 _REGISTERED_BY = {"quantized_decomposed": "torch.ao.quantization.fx._decomposed"}
@@ -100,6 +105,21 @@ def find_operator(target: str, where: str) -> OpOverload:
     return found
 
 
+def not_repeated(op: Call) -> str | None:
+    """The reason why a CUDA graph does not do again what a call does; None if it may be part of one."""
+    namespace, _, name = op.target.partition(".")
+    if namespace != "aten":
+        return "its code is not torch's own, and may do anything on the CPU"
+    if name.startswith(_ALSO_ON_CPU):
+        return "torch may compute a part of it on the CPU, or free its plan before the graph"
+    operator = find_operator(op.target, op.target)
+    if torch.Tag.nondeterministic_seeded in operator.tags and not _without_dropout(operator, _fields(op)[0]):
+        return "it draws random numbers"
+    if torch.Tag.cudagraph_unsafe in operator.tags:
+        return "torch calls it unsafe in a CUDA graph"
+    return "it reads a number from a tensor" if '{"extent":' in op.payload else None
+
+
 def schema_of(operator: OpOverload) -> torch.FunctionSchema:
     """The operator's schema: its arguments, and whether it writes to them."""
     return cast(torch.FunctionSchema, vars(operator)["_schema"])
@@ -109,6 +129,9 @@ def _encode(value: object, nodes: list[Node], where: str) -> object:
     if isinstance(value, Node):
         nodes.append(value)
         return {"tensor": len(nodes) - 1}
+    if isinstance(value, Extent):
+        nodes.append(extents((value,), single=True))
+        return {"extent": len(nodes) - 1}
     if value is None or isinstance(value, (bool, int, str)):
         return value
     if isinstance(value, float):
@@ -136,6 +159,8 @@ def _decode(value: object, tensors: Sequence[torch.Tensor], where: str, depth: i
     ((kind, content),) = cast("dict[str, object]", value).items()
     if kind == "tensor" and type(content) is int and 0 <= content < len(tensors):
         return tensors[content]
+    if kind == "extent" and type(content) is int and 0 <= content < len(tensors) and tensors[content].numel() == 1:
+        return int(tensors[content])
     if kind == "float" and content in ("inf", "-inf", "nan"):
         return float(content)
     if kind == "complex" and isinstance(content, list):
@@ -247,19 +272,28 @@ def arguments(op: Call, tensors: Sequence[torch.Tensor]) -> tuple[list[object], 
     Raises:
         InputError: the payload is malformed.
     """
+    args, named = _fields(op)
+    return (
+        [_decode(a, tensors, op.target) for a in args],
+        {k: _decode(v, tensors, op.target) for k, v in named.items()},
+    )
+
+
+def _fields(op: Call) -> tuple[list[object], dict[str, object]]:
+    """The positional and keyword arguments in a payload, encoded.
+
+    Raises:
+        InputError: the payload is malformed.
+    """
     try:
-        payload: object = json.loads(op.payload)
-    except (ValueError, RecursionError):
+        payload = decoded(op.payload, object)
+    except NotJSONError:
         payload = None
     fields = cast("dict[str, object]", payload) if isinstance(payload, dict) else {}
     args, kwargs = fields.get("args"), fields.get("kwargs")
     if not isinstance(args, list) or not isinstance(kwargs, dict):
         raise _malformed(op.target)
-    named = cast("dict[str, object]", kwargs)
-    return (
-        [_decode(a, tensors, op.target) for a in cast("list[object]", args)],
-        {k: _decode(v, tensors, op.target) for k, v in named.items()},
-    )
+    return cast("list[object]", args), cast("dict[str, object]", kwargs)
 
 
 def _malformed(where: str) -> InputError:

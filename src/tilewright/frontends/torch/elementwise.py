@@ -8,7 +8,7 @@ from typing import Literal
 
 from tilewright.dtype import F16, PRED
 from tilewright.frontends.torch.registry import Operand, Scalar, Site, aten
-from tilewright.frontends.torch.types import cast, common_dtype, mapped, mapped_wide, rounded
+from tilewright.frontends.torch.types import common_dtype, converted, mapped, mapped_wide, rounded
 from tilewright.ir.build import broadcast, map_
 from tilewright.ir.graph import Node
 from tilewright.ir.ops import Select
@@ -126,10 +126,10 @@ def remainder(site: Site, self: Operand, other: Operand) -> Node:
     d = site.compute_dtype
     if d.is_integer:
         return mapped("modulo", d, self, other)
-    a, b = cast(cast(self, site.dtype), d), cast(cast(other, site.dtype), d)
-    rest, zero = map_("remainder", a, b), cast(0, d)
+    a, b = converted(converted(self, site.dtype), d), converted(converted(other, site.dtype), d)
+    rest, zero = map_("remainder", a, b), converted(0, d)
     crossed = map_("and", map_("not_equal", rest, zero), map_("not_equal", map_("less", rest, zero), map_("less", b, zero)))
-    return cast(_select(crossed, map_("add", rest, b), rest), site.dtype)
+    return converted(_select(crossed, map_("add", rest, b), rest), site.dtype)
 
 
 @aten("add.Tensor", "add.Scalar")
@@ -155,8 +155,8 @@ def _sum(site: Site, fn: str, left: Operand, right: Operand, alpha: Scalar) -> N
         return mapped(fn, site.dtype, left, right)
     wide = site.compute_dtype
     # As a whole: the product is not rounded to a narrow float before the sum, though alpha is.
-    scaled = mapped("multiply", wide, cast(right, site.dtype), rounded(alpha, site.dtype))
-    return cast(mapped(fn, wide, cast(left, site.dtype), scaled), site.dtype)
+    scaled = mapped("multiply", wide, converted(right, site.dtype), rounded(alpha, site.dtype))
+    return converted(mapped(fn, wide, converted(left, site.dtype), scaled), site.dtype)
 
 
 @aten("mul.Tensor", "mul.Scalar")
@@ -185,7 +185,7 @@ def div_mode(site: Site, self: Operand, other: Operand, *, rounding_mode: Roundi
     if rounding_mode == "floor":
         return floor_divide(site, self, other)
     quotient = mapped("divide", site.compute_dtype, self, other)
-    return cast(map_("trunc", quotient), site.dtype) if site.dtype.is_float else quotient
+    return converted(map_("trunc", quotient), site.dtype) if site.dtype.is_float else quotient
 
 
 @aten("floor_divide.default", "floor_divide.Scalar")
@@ -195,22 +195,22 @@ def floor_divide(site: Site, self: Operand, other: Operand) -> Node:
     A zero divisor gives what a division gives (integers: -1; torch raises).
     """
     d = site.compute_dtype
-    a, b = cast(cast(self, site.dtype), d), cast(cast(other, site.dtype), d)
+    a, b = converted(converted(self, site.dtype), d), converted(converted(other, site.dtype), d)
     remainder = map_("remainder", a, b)
-    zero = cast(0, d)
+    zero = converted(0, d)
     inexact = map_("not_equal", remainder, zero)
     crossed = map_("not_equal", map_("less", remainder, zero), map_("less", b, zero))
     below = map_("and", inexact, crossed)
     if d.is_integer:
         quotient = map_("divide", a, b)
-        return _select(below, map_("subtract", quotient, cast(1, d)), quotient)
+        return _select(below, map_("subtract", quotient, converted(1, d)), quotient)
     near = map_("divide", map_("subtract", a, remainder), b)
-    near = _select(below, map_("subtract", near, cast(1, d)), near)
+    near = _select(below, map_("subtract", near, converted(1, d)), near)
     down = map_("floor", near)
-    off = map_("greater", map_("subtract", near, down), cast(0.5, d))
-    whole = _select(off, map_("add", down, cast(1, d)), down)
+    off = map_("greater", map_("subtract", near, down), converted(0.5, d))
+    whole = _select(off, map_("add", down, converted(1, d)), down)
     whole = _select(map_("equal", near, zero), map_("multiply", map_("divide", a, b), zero), whole)  # a zero has its sign
-    return cast(_select(map_("equal", b, zero), map_("divide", a, b), whole), site.dtype)
+    return converted(_select(map_("equal", b, zero), map_("divide", a, b), whole), site.dtype)
 
 
 @aten("pow.Tensor_Tensor", "pow.Tensor_Scalar", "pow.Scalar")
@@ -231,26 +231,26 @@ def frac(site: Site, self: Node) -> Node:
 def xlogy(site: Site, self: Operand, other: Operand) -> Node:
     """self * log(other), 0 where self is 0 and other a number."""
     d = site.compute_dtype
-    x, y = cast(cast(self, site.dtype), d), cast(cast(other, site.dtype), d)
+    x, y = converted(converted(self, site.dtype), d), converted(converted(other, site.dtype), d)
     product = map_("multiply", x, map_("log", y))
-    nothing = map_("and", map_("equal", x, cast(0, d)), map_("not", map_("is_nan", y)))
-    return cast(_select(nothing, cast(0, d), product), site.dtype)
+    nothing = map_("and", map_("equal", x, converted(0, d)), map_("not", map_("is_nan", y)))
+    return converted(_select(nothing, converted(0, d), product), site.dtype)
 
 
 @aten("lerp.Tensor", "lerp.Scalar")
 def lerp(site: Site, self: Node, end: Node, weight: Operand) -> Node:
     """The point between self (at 0) and end (at 1), reckoned from the nearer one."""
     d = site.compute_dtype
-    a, b = cast(self, d), cast(end, d)
+    a, b = converted(self, d), converted(end, d)
     way = map_("subtract", b, a)
     if not isinstance(weight, Node):
         if abs(weight) < 0.5:
-            return cast(map_("add", a, mapped("multiply", d, way, weight)), site.dtype)
-        return cast(map_("subtract", b, mapped("multiply", d, way, 1 - weight)), site.dtype)
-    w = cast(weight, d)
+            return converted(map_("add", a, mapped("multiply", d, way, weight)), site.dtype)
+        return converted(map_("subtract", b, mapped("multiply", d, way, 1 - weight)), site.dtype)
+    w = converted(weight, d)
     near = map_("add", a, map_("multiply", w, way))
-    far = map_("subtract", b, map_("multiply", way, map_("subtract", cast(1, d), w)))
-    return cast(_select(map_("less", map_("abs", w), cast(0.5, d)), near, far), site.dtype)
+    far = map_("subtract", b, map_("multiply", way, map_("subtract", converted(1, d), w)))
+    return converted(_select(map_("less", map_("abs", w), converted(0.5, d)), near, far), site.dtype)
 
 
 @aten("native_dropout_backward.default")
@@ -270,9 +270,9 @@ def sign(site: Site, self: Node) -> Node:
     """-1, 0 or 1; unlike StableHLO's sign, 0 for NaN and for -0."""
     if self.dtype is PRED:
         return self
-    zero = cast(0, self.dtype)
+    zero = converted(0, self.dtype)
     above, below = map_("greater", self, zero), map_("less", self, zero)
-    return map_("subtract", cast(above, self.dtype), cast(below, self.dtype))
+    return map_("subtract", converted(above, self.dtype), converted(below, self.dtype))
 
 
 @aten("gelu.default")
@@ -285,18 +285,18 @@ def gelu(site: Site, self: Node, *, approximate: str = "none") -> Node:
 def leaky_relu(site: Site, self: Node, negative_slope: Scalar = 0.01) -> Node:
     """x above 0, else x * slope."""
     d = site.compute_dtype
-    x = cast(self, d)
-    return cast(_select(map_("greater", x, cast(0, d)), x, mapped("multiply", d, x, negative_slope)), site.dtype)
+    x = converted(self, d)
+    return converted(_select(map_("greater", x, converted(0, d)), x, mapped("multiply", d, x, negative_slope)), site.dtype)
 
 
 @aten("elu.default")
 def elu(site: Site, self: Node, alpha: Scalar = 1, scale: Scalar = 1, input_scale: Scalar = 1) -> Node:
     """scale * (x above 0, else alpha * (exp(input_scale * x) - 1))."""
     d = site.compute_dtype
-    x = cast(self, d)
+    x = converted(self, d)
     below = map_("exponential_minus_one", mapped("multiply", d, x, input_scale))
     below = mapped("multiply", d, below, alpha * scale)
-    return cast(_select(map_("greater", x, cast(0, d)), mapped("multiply", d, x, scale), below), site.dtype)
+    return converted(_select(map_("greater", x, converted(0, d)), mapped("multiply", d, x, scale), below), site.dtype)
 
 
 @aten("clamp.default", "clamp.Tensor")
@@ -304,7 +304,7 @@ def clamp(site: Site, self: Node, min: Operand | None = None, max: Operand | Non
     """min(max(x, low), high): the upper bound wins where they cross, and NaN stays, as does a zero at a bound of zero."""
     if min is not None and max is not None and not (site.dtype.is_float and (_is_zero(min, 1) or _is_zero(max, -1))):
         return mapped("clamp", site.dtype, min, self, max)
-    x = cast(self, site.dtype)
+    x = converted(self, site.dtype)
     if min is not None:
         x = map_("relu", x) if x.dtype.is_float and _is_zero(min, 1) else mapped("maximum", x.dtype, x, min)
     if max is None:
@@ -328,16 +328,16 @@ def _is_zero(x: Operand, sign: int) -> bool:
 @aten("where.self")
 def where(site: Site, condition: Node, self: Operand, other: Operand) -> Node:
     """self where the condition is true, else other."""
-    return _select(cast(condition, PRED), cast(self, site.dtype), cast(other, site.dtype))
+    return _select(converted(condition, PRED), converted(self, site.dtype), converted(other, site.dtype))
 
 
 @aten("masked_fill.Scalar", "masked_fill.Tensor")
 def masked_fill(site: Site, self: Node, mask: Node, value: Operand) -> Node:
     """The value where the mask is true, else self."""
-    return _select(mask, cast(value, site.dtype), self)
+    return _select(mask, converted(value, site.dtype), self)
 
 
 @aten("copy.default")
 def copy(site: Site, self: Node, src: Node, non_blocking: bool = False) -> Node:
     """src in the type and shape of self."""
-    return broadcast(cast(src, site.dtype), site.out.shape)
+    return broadcast(converted(src, site.dtype), site.out.shape)

@@ -107,9 +107,9 @@ def _export(
     dims: Mapping[str, object] | bool = False,
 ) -> ExportedProgram:
     """The module traced: what a cache of transformers holds are results by name."""
-    shapes = dynamic_shapes(module, dims, args, kwargs) if dims else None
 
     def run() -> ExportedProgram:
+        shapes = dynamic_shapes(module, dims, args, kwargs) if dims else None
         with casts_that_change_nothing(), NothingMade():
             return torch.export.export(module, args, kwargs, dynamic_shapes=shapes, strict=strict)
 
@@ -135,7 +135,12 @@ def _register_cache() -> bool:
 
 
 def arguments(given: object, module: torch.nn.Module) -> tuple[tuple[object, ...], dict[str, object]]:
-    """Positional and keyword arguments from example inputs: a tensor, a sequence, or a mapping of keywords."""
+    """Positional and keyword arguments from example inputs: a tensor, a sequence, or a mapping of keywords.
+
+    Raises:
+        InputError: none are given.
+        UnsupportedError: one is a nested tensor.
+    """
     if given is None:
         raise InputError(
             "an nn.Module needs example inputs to be traced with",

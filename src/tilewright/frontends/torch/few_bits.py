@@ -8,6 +8,7 @@ import torch
 
 from tilewright.dtype import BF16, DType, dtype
 from tilewright.frontends.torch.registry import Site, operators
+from tilewright.frontends.unmodelled import Unmodelled
 from tilewright.ir.build import convert, reshape
 from tilewright.ir.few_bits import quantised_linear, unpack_halves
 from tilewright.ir.graph import Node
@@ -31,16 +32,18 @@ def linear(
     group_size: int,
     divides: bool,
     quantize_activations: bool,
-) -> Node | None:
+) -> Node:
     """x [..., in] by a weight of a few bits; a weight that is computed, or whose inputs have an order, stays an operation."""
-    if order is not None or not isinstance(packed.op, Const) or not isinstance(scales.op, Const):
-        return None
+    if order is not None:
+        raise Unmodelled("its inputs have an order")
+    if not isinstance(packed.op, Const) or not isinstance(scales.op, Const):
+        raise Unmodelled("its weight is computed")
     of, inner = dtype(code_type), x.shape[-1]
     codes = _retyped(packed.op, of, (packed.shape[0], inner))
     zeros = None
     if zero_points is not None:
         if not isinstance(zero_points.op, Const):
-            return None
+            raise Unmodelled("its zero points are computed")
         zeros = _retyped(zero_points.op, of, zero_points.shape, halves=False)
     rows = reshape(x, (math.prod(x.shape[:-1]), inner))
     y = quantised_linear(

@@ -46,7 +46,10 @@ def check_call(call: Call, sources: Sequence[torch.Tensor | None]) -> list[torch
 def shapes_of_results(call: Call, sources: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """The results of a call of torch for operands of these shapes and types, as tensors without data.
 
-    Raises as `check_call`.
+    Raises:
+        InputError: the payload is malformed, an argument is none that a file may give, or the results take more than
+            `MOST_BYTES`.
+        TypeMismatchError: it fails, or gives other types than it declares.
     """
     operator = calls.find_operator(call.target, call.target)
     args, kwargs = calls.arguments(call, [s.contiguous() for s in sources])  # as they are when it runs

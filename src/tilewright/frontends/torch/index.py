@@ -7,7 +7,8 @@ from math import prod
 
 from tilewright.dtype import S32, S64
 from tilewright.frontends.torch.registry import Site, aten
-from tilewright.frontends.torch.types import cast
+from tilewright.frontends.torch.types import converted
+from tilewright.frontends.unmodelled import Unmodelled
 from tilewright.ir.build import broadcast, const, map_, reshape, transpose
 from tilewright.ir.graph import Node
 from tilewright.ir.ops import Gather, Select, Write
@@ -31,15 +32,15 @@ def index_select(site: Site, self: Node, dim: int, index: Node) -> Node:
 
 
 @aten("gather.default")
-def gather(site: Site, self: Node, dim: int, index: Node, *, sparse_grad: bool = False) -> Node | None:
+def gather(site: Site, self: Node, dim: int, index: Node, *, sparse_grad: bool = False) -> Node:
     """One element of an axis for each index."""
     if len(self.shape) != len(index.shape) or not self.shape:
-        return None
+        raise Unmodelled("an operand has no axes")
     return Node(Gather(normalize_axis(dim, len(self.shape), site.target), elementwise=True, wraps=False), self, index)
 
 
 @aten("index.Tensor", "_unsafe_index.Tensor")
-def index_tensor(site: Site, self: Node, indices: Sequence[Node | None]) -> Node | None:
+def index_tensor(site: Site, self: Node, indices: Sequence[Node | None]) -> Node:
     """self[i0, :, i1, …] with integer tensors, which broadcast together (NumPy's advanced indexing).
 
     The indexed axes are joined into one, read with the joined index, and stand where the first of them stood if they were
@@ -48,7 +49,7 @@ def index_tensor(site: Site, self: Node, indices: Sequence[Node | None]) -> Node
     axes = [a for a, index in enumerate(indices) if index is not None]
     picked = [index for index in indices if index is not None]
     if not axes or not all(index.dtype.is_integer for index in picked):
-        return None
+        raise Unmodelled("a mask picks as many elements as the data say")
     neighbours = axes == list(range(axes[0], axes[-1] + 1))
     front = axes[0] if neighbours else 0
     rest = [a for a in range(len(self.shape)) if a not in axes]
@@ -60,21 +61,16 @@ def index_tensor(site: Site, self: Node, indices: Sequence[Node | None]) -> Node
 
 
 @aten("index_put.default")
-def index_put(site: Site, self: Node, indices: Sequence[Node | None], values: Node, accumulate: bool = False) -> Node | None:
+def index_put(site: Site, self: Node, indices: Sequence[Node | None], values: Node, accumulate: bool = False) -> Node:
     """A buffer that the program writes to, with the slices at some positions of one axis replaced (index_copy, too)."""
     axes = [a for a, index in enumerate(indices) if index is not None]
     index = indices[axes[0]] if len(axes) == 1 else None
-    if (
-        index is None
-        or accumulate
-        or not site.in_place
-        or not is_state(self)
-        or index.dtype not in (S32, S64)
-        or len(index.shape) != 1
-    ):
-        return None
+    if index is None or index.dtype not in (S32, S64) or len(index.shape) != 1:
+        raise Unmodelled("positions are not a list of whole ones along one axis")
+    if accumulate or not site.in_place or not is_state(self):
+        raise Unmodelled("it adds to what is there, or writes to what is no state of the program")
     shape = (*self.shape[: axes[0]], *index.shape, *self.shape[axes[0] + 1 :])
-    return Node(Write(axes[0]), self, index, broadcast(cast(values, self.dtype), shape))
+    return Node(Write(axes[0]), self, index, broadcast(converted(values, self.dtype), shape))
 
 
 def _joined_index(indices: Sequence[Node], extents: Sequence[int]) -> Node:
@@ -84,7 +80,7 @@ def _joined_index(indices: Sequence[Node], extents: Sequence[int]) -> Node:
         return indices[0]
     total: Node | None = None
     for index, extent in zip(indices, extents, strict=True):
-        wide = cast(index, S64)
+        wide = converted(index, S64)
         size, none = const(extent, S64), const(prod(extents), S64)
         wide = Node(Select(), map_("less", wide, const(0, S64)), map_("add", wide, size), wide)
         inside = map_("and", map_("greater_equal", wide, const(0, S64)), map_("less", wide, size))

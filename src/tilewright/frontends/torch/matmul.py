@@ -11,7 +11,8 @@ import math
 
 from tilewright.dtype import F8E4M3FN, F32, S32, DType
 from tilewright.frontends.torch.registry import Scalar, Site, aten
-from tilewright.frontends.torch.types import cast, mapped
+from tilewright.frontends.torch.types import converted, mapped
+from tilewright.frontends.unmodelled import Unmodelled
 from tilewright.ir.build import broadcast, map_, reshape, swap_last
 from tilewright.ir.graph import Node
 from tilewright.ir.ops import Attention, gemm
@@ -76,12 +77,12 @@ def _affine(out: DType, bias: Node | None, a: Node, b: Node, beta: Scalar, alpha
     acc = _accumulator(a)
     y = gemm(a, b, acc_dtype=acc)
     if bias is not None and not a.shape[-1]:
-        return cast(broadcast(mapped("multiply", acc, bias, beta), y.shape), out)
+        return converted(broadcast(mapped("multiply", acc, bias, beta), y.shape), out)
     if alpha != 1:
         y = mapped("multiply", acc, y, alpha)
     if bias is not None:
         y = mapped("add", acc, y, bias if beta == 1 else mapped("multiply", acc, bias, beta))
-    return cast(y, out)
+    return converted(y, out)
 
 
 @aten("_int_mm.default")
@@ -101,19 +102,19 @@ def scaled_mm(
     scale_result: Node | None = None,
     *_: object,
     **__: object,
-) -> Node | None:
+) -> Node:
     """(self * scale_a) @ (mat2 * scale_b) + bias of 8-bit floats; one scale a tensor, or one a row and one a column."""
     m, n = site.out.shape
     scales = [_outer_scale(s, shape) for s, shape in ((scale_a, (m, 1)), (scale_b, (1, n)))]
     if scale_result is not None or any(s is None for s in scales):
-        return None
+        raise Unmodelled("its scales are not one a tensor, a row or a column")
     y = gemm(self, mat2, acc_dtype=F32)
     for scale in scales:
         assert scale is not None
-        y = map_("multiply", y, cast(scale, F32))
+        y = map_("multiply", y, converted(scale, F32))
     if bias is not None:
         y = mapped("add", F32, y, bias)
-    return cast(y, site.dtype)
+    return converted(y, site.dtype)
 
 
 def _outer_scale(scale: Node, shape: Shape) -> Node | None:

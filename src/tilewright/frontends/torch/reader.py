@@ -21,13 +21,14 @@ from tilewright.frontends.torch.export import changes
 from tilewright.frontends.torch.registry import TRANSLATIONS, DependsOnDataError, Site
 from tilewright.frontends.torch.symbols import extent_of
 from tilewright.frontends.torch.taken import COMPARED
-from tilewright.frontends.torch.types import cast as as_type
-from tilewright.frontends.torch.types import dtype_of, type_of
+from tilewright.frontends.torch.types import converted, dtype_of, type_of
+from tilewright.frontends.unmodelled import Unmodelled
 from tilewright.ir.build import broadcast, input_, items, transpose
-from tilewright.ir.dims import is_open
+from tilewright.ir.dims import asking
 from tilewright.ir.graph import Graph, Node
 from tilewright.ir.literal import Literal
-from tilewright.ir.ops import Const, Convert, Input
+from tilewright.ir.mesh import Placement
+from tilewright.ir.ops import Const, Convert, Input, Place
 from tilewright.ir.state import in_place, share
 from tilewright.ir.types import TensorType
 
@@ -35,9 +36,18 @@ from tilewright.ir.types import TensorType
 class Reader:
     """Builds the graph of one program; used once."""
 
-    def __init__(self, program: ExportedProgram, name: str, *, in_place: bool = True, random: bool = False) -> None:
+    def __init__(
+        self,
+        program: ExportedProgram,
+        name: str,
+        *,
+        in_place: bool = True,
+        random: bool = False,
+        placed: Mapping[str, Placement] | None = None,
+    ) -> None:
         """`in_place`: positions of a buffer that are data are replaced where it lies; else by torch, in a copy. `random`: the
-        program may draw random numbers."""
+        program may draw random numbers. `placed`: how weights are to lie on a mesh, by name."""
+        self._placed = placed or {}
         self._program = program
         self._draws = itertools.count() if random else None
         self._in_place = in_place
@@ -74,7 +84,7 @@ class Reader:
         if not failed:
             return written
         if self._in_place:  # what it held before is read elsewhere, too
-            return Reader(self._program, self._name, in_place=False, random=self._draws is not None).read()
+            return Reader(self._program, self._name, in_place=False, random=self._draws is not None, placed=self._placed).read()
         raise changes("buffer", failed[0], self._name)
 
     def _placeholder(self, node: fx.Node, spec: InputSpec) -> object:
@@ -111,7 +121,9 @@ class Reader:
             made = Node(Input(self._name_of_kept(label), found, mutable=True))
             self._kept[label] = made, held.detach()
             return made
-        return self._constant(held, label)
+        made = self._constant(held, label)
+        lies = self._placed.get(label)
+        return made if lies is None else Node(Place(lies.splits, lies.partial), made)
 
     def _name_of_kept(self, label: str) -> str:
         """The name of a buffer as an input: its own, unless an argument has that."""
@@ -147,6 +159,7 @@ class Reader:
 
     def _operator(self, node: fx.Node) -> object:
         where = _place(node)
+        asking(f"{node.target} ({where})")
         if node.target is operator.getitem:
             whole = cast("Sequence[object]", self._env[cast(fx.Node, node.args[0])])
             return whole[cast(int, node.args[1])]
@@ -181,9 +194,10 @@ class Reader:
         value = node.meta["val"]
         types = tuple(type_of(t, where) for t in tensors_in(value))
         site = Site(str(target), where, types, _used(node, value), self._in_place, _readers(node, value))
-        results = self._translate(site, args, kwargs)
-        if results is None:
-            results = self._call(node, site, args, kwargs)
+        try:
+            results = self._translate(site, args, kwargs)
+        except Unmodelled as unmodelled:
+            results = self._call(node, site, args, kwargs, unmodelled.reason)
         self._remember(results, where)
         return _shaped_like(value, results)
 
@@ -195,37 +209,34 @@ class Reader:
             return [self._resolved(a) for a in cast("Sequence[object]", argument)]
         return argument
 
-    def _translate(self, site: Site, args: Sequence[object], kwargs: Mapping[str, object]) -> list[Node | None] | None:
+    def _translate(self, site: Site, args: Sequence[object], kwargs: Mapping[str, object]) -> list[Node | None]:
         translation = TRANSLATIONS.get(site.target)
         opaque = any(t.dtype is OPAQUE for t in site.outs) or any(_is_opaque(a) for a in _nodes_in((args, kwargs)))
         if translation is None or opaque:
-            return None
+            raise Unmodelled("it takes or gives a type that no graph holds" if translation is not None else "")
         made = translation(site, *args, **kwargs)
-        if made is None:
-            return None
         results: list[Node | None] = [made] if isinstance(made, Node) else list(made)
         for i, (result, wanted) in enumerate(zip(results, site.outs, strict=True)):
             if result is not None and result.type != wanted:
                 raise TypeMismatchError(f"{site.target} reads as {result.type}, torch says {wanted}", where=site.where)
             if result is None and i in site.used:
-                return None
+                raise Unmodelled("a result that is read has no node")
         return results
 
-    def _call(self, node: fx.Node, site: Site, args: Sequence[object], kwargs: Mapping[str, object]) -> list[Node | None]:
+    def _call(
+        self, node: fx.Node, site: Site, args: Sequence[object], kwargs: Mapping[str, object], reason: str
+    ) -> list[Node | None]:
         if site.target.startswith("aten.as_strided"):
             return [self._strided(node, site, args)]
         outs = site.outs
         if site.target.startswith("aten._embedding_bag"):  # of what only its backward pass reads, shapes differ by kernel
             outs = tuple(t if i in site.used else TensorType(OPAQUE, ()) for i, t in enumerate(outs))
-        if is_open(pytree.tree_leaves((args, kwargs))):
-            hint = "concrete shapes: input_dims= or example_inputs= without dims="
-            raise UnsupportedError(
-                f"{site.target} is left to torch, and an extent that it is given is open", where=site.where, hint=hint
-            )
         draw = None if self._draws is None else next(self._draws)
         made = call(site.target, args, kwargs, outs, site.where, draw)
         if site.target != COMPARED:  # of which there are notes
-            self._notes.append(f"{site.where}: {site.target} is not modelled and is left to torch")
+            self._notes.append(
+                f"{site.where}: {site.target} is not modelled and is left to torch{f': {reason}' if reason else ''}"
+            )
         return [*items(made)]
 
     def _strided(self, node: fx.Node, site: Site, args: Sequence[object]) -> Node:
@@ -274,7 +285,7 @@ class Reader:
         }
         for label in self._kept:
             made, _ = self._kept[label]
-            nodes.append(broadcast(as_type(cast("Node", changed[label]), made.dtype), made.shape))  # as copy_ does it
+            nodes.append(broadcast(converted(cast("Node", changed[label]), made.dtype), made.shape))  # as copy_ does it
             labels.append(label)
         return nodes, labels
 

@@ -1,8 +1,8 @@
 """Registry of the operators of torch that have a meaning in the graph, and the `Site` that a translation is given.
 
 A translation is a function of a `Site` and of the operator's own arguments, by the names and order of its schema, with tensors
-replaced by nodes. It returns the node (or nodes) that mean the same, or None where it holds no meaning for these arguments: the
-operator then becomes a `call`.
+replaced by nodes. It returns the node (or nodes) that mean the same, or raises `Unmodelled` where it holds no meaning for these
+arguments: the operator then becomes a `call`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from tilewright.ir.types import TensorType
 
 Scalar = bool | int | float
 Operand = Node | Scalar
-Result = Node | Sequence[Node | None] | None
+Result = Node | Sequence[Node | None]
 Translation = Callable[..., Result]
 T = TypeVar("T", bound=Translation)
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Generator, Mapping
+import re
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -106,9 +108,12 @@ def extent_of(d: object) -> int | None:
     return d if type(d) is int else None if symbols is None else symbols(d)
 
 
-def symbols_of(program: ExportedProgram, inputs: Mapping[str, object], options: LoadOptions) -> Symbols:
+def symbols_of(
+    program: ExportedProgram, inputs: Mapping[str, object], options: LoadOptions, united: dict[str, list[str]] | None = None
+) -> Symbols:
     """The open extents of an exported program: called as `options.dims` says, by the symbol's name or by an input's with the
-    number of an axis ("x.0"); else as the first axis that they are, "x_0".
+    number of an axis ("x.0"); else as the first axis that they are, "x_0". Where `united` is given, symbols that are the same
+    axis of tensors of one rank, and equal in the example, are one dim, and it is filled with the places of each such dim.
 
     Raises:
         InputError: a name is none of them.
@@ -120,6 +125,9 @@ def symbols_of(program: ExportedProgram, inputs: Mapping[str, object], options: 
         for axis, d in enumerate(value.shape if isinstance(value, torch.Tensor) else ()):
             expression = None if type(d) is int else cast("Any", d).node.expr
             if expression is None or not expression.is_Symbol:
+                fixed = given.get(f"{name}.{axis}")
+                if fixed is not None and fixed.low == fixed.high == d:
+                    del given[f"{name}.{axis}"]
                 continue
             dim = given.pop(f"{name}.{axis}", None)
             if dim is not None and named.setdefault(str(expression), dim) != dim:
@@ -132,36 +140,69 @@ def symbols_of(program: ExportedProgram, inputs: Mapping[str, object], options: 
         known = ", ".join([*first.values(), *first]) or "none"
         raise InputError(f"no extent that the program leaves open is called {next(iter(given))!r}", hint=f"there are {known}")
     ranges = {str(s): r for s, r in program.range_constraints.items()}
+    one: dict[object, str] = {}
     for symbol, place in first.items():
         if symbol not in named:
             named[symbol] = dim_of(place, ranges.get(symbol))
+        if united is not None:
+            name, _, axis = place.rpartition(".")
+            shape = cast("torch.Tensor", inputs[name]).shape
+            alike = one.setdefault((axis, len(shape), cast("Any", shape[int(axis)]).node.hint), symbol)
+            united.setdefault(alike, []).append(place)
+            its, dim = named[symbol], named[alike]
+            if its != dim:
+                dim = replace(dim, low=max(dim.low, its.low), high=min(dim.high, its.high))
+                named |= {s: dim for s in first if s == symbol or named.get(s) == named[alike]}
     return Symbols(options.scope, ranges, named)
 
 
 def dynamic_shapes(
     module: torch.nn.Module, dims: Mapping[str, object] | bool, args: tuple[object, ...], kwargs: Mapping[str, object]
 ) -> dict[str, object]:
-    """`torch.export`'s `dynamic_shapes` for extents that stay open: for dims by the name of a parameter of `forward` and the
-    number of an axis ("x.0"), those; with True all that torch can leave open.
+    """`torch.export`'s `dynamic_shapes` for extents that stay open: for dims by the name of an input, which is a parameter
+    of `forward`, with the number of an axis ("x.0"), those; with True all that torch can leave open.
 
     Raises:
-        InputError: `forward` has no such parameter, or it is no tensor with such an axis.
+        InputError: there is no such input, it is no tensor with such an axis, or the example lies outside the bounds.
     """
     bound = inspect.signature(module.forward).bind(*args, **kwargs).arguments
     if isinstance(dims, bool):
-        return {n: pytree.tree_map(lambda v: _all_open(v), v) for n, v in bound.items()}
-    found: dict[str, object] = {n: None for n in bound}  # noqa: C420
+        return {n: _like(v, _all_open) for n, v in bound.items()}
+    leaves = [(_place(n, path), leaf) for n, v in bound.items() for path, leaf in pytree.tree_leaves_with_path(v)]
+    tensors = {name: leaf for name, leaf in leaves if isinstance(leaf, torch.Tensor)}
+    open_: dict[int, dict[int, Any]] = {}
     made: dict[Dim, Any] = {}
     for key, given in dims.items():
         name, _, axis = key.rpartition(".")
-        value, dim = bound.get(name), cast("Dim", given)
-        if not isinstance(value, torch.Tensor) or not axis.isdigit() or int(axis) >= value.dim():
-            known = ", ".join(f"{n}.{a}" for n, v in bound.items() if isinstance(v, torch.Tensor) for a in range(v.dim()))
+        value, dim = tensors.get(name), cast("Dim", given)
+        if value is None or axis not in map(str, range(value.dim())):
+            known = ", ".join(f"{n}.{a}" for n, v in tensors.items() for a in range(v.dim()))
             raise InputError(f"no extent of the inputs is called {key!r}", where="dims, --dim", hint=f"there are {known}")
-        one = made.setdefault(dim, torch.export.Dim(dim.name, min=dim.low, max=dim.high))
-        axes = cast("dict[int, Any]", found[name] or {})
-        found[name] = {**axes, int(axis): one}
-    return found
+        extent = value.shape[int(axis)]
+        if extent not in dim:
+            raise InputError(f"the example has {extent} there, outside {dim}", where=key, hint="an example within the bounds")
+        if dim.low < dim.high:  # else torch does not call it open
+            one = made.setdefault(dim, torch.export.Dim(dim.name, min=dim.low, max=dim.high))
+            open_.setdefault(id(value), {})[int(axis)] = one
+    return {n: _like(v, lambda leaf: open_.get(id(leaf))) for n, v in bound.items()}
+
+
+def _like(value: object, leaf: Callable[[object], object]) -> object:
+    """Apply `leaf` to a value's leaves, nested as `torch.export` takes it: lists stand for containers of other classes."""
+    kind = type(value)
+    if kind not in pytree.SUPPORTED_NODES:
+        return leaf(value)
+    children = pytree.SUPPORTED_NODES[kind].flatten_fn(value)[0]
+    made = [_like(child, leaf) for child in children]
+    if isinstance(value, dict):
+        return dict(zip(cast("dict[object, object]", value), made, strict=True))
+    return tuple(made) if isinstance(value, tuple) else made
+
+
+def _place(argument: str, path: tuple[Any, ...]) -> str:
+    """The name that `torch.export` gives the input for a leaf of an argument."""
+    parts = (getattr(k, "key", getattr(k, "idx", getattr(k, "name", k))) for k in path)
+    return "_".join([argument, *(re.sub("[^a-zA-Z0-9]", "_", str(p)).lower() for p in parts)])
 
 
 def _all_open(value: object) -> object:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import operator
-from typing import cast as narrow
+from typing import cast
 
 import torch
 
@@ -19,7 +19,7 @@ from tilewright.frontends.torch.registry import DependsOnDataError, Operand, Sca
 from tilewright.frontends.torch.symbols import extent_of
 from tilewright.ir.build import const, convert, map_
 from tilewright.ir.constant import scalar_value
-from tilewright.ir.dims import Extent
+from tilewright.ir.extent import Extent
 from tilewright.ir.graph import Node
 from tilewright.ir.ops import Broadcast, Convert, Map, Reshape, Select, Slice, Transpose
 from tilewright.ir.types import TensorType
@@ -51,7 +51,7 @@ def type_of(value: torch.Tensor, where: str) -> TensorType:
     return TensorType(d, () if d is OPAQUE else tuple(e for e in shape if e is not None))
 
 
-def cast(x: Operand, dtype: DType) -> Node:
+def converted(x: Operand, dtype: DType) -> Node:
     """x converted as torch converts, or a number as a constant of that type.
 
     torch saturates only toward f8e4m3fn; the other formats overflow to infinity or NaN. A float becomes a narrow integer by way
@@ -95,20 +95,20 @@ def common_dtype(*operands: Operand) -> DType:
 def _stand_in(x: Operand) -> torch.Tensor:
     # A number is given as a tensor wherever one is wanted, so that result_type sees it as weak.
     if not isinstance(x, Node):
-        return narrow(torch.Tensor, x)
+        return cast(torch.Tensor, x)
     return torch.empty([1] * min(len(x.shape), 1), dtype=x.dtype.to_torch(), device="meta")
 
 
 def mapped(fn: str, dtype: DType, *operands: Operand) -> Node:
     """Elementwise `fn` on the operands, each converted to `dtype` first."""
-    return map_(fn, *(cast(x, dtype) for x in operands))
+    return map_(fn, *(converted(x, dtype) for x in operands))
 
 
 def mapped_wide(fn: str, dtype: DType, *operands: Operand) -> Node:
     """Apply a function as `mapped` does, but without rounding a number that f16 or bf16 cannot hold to it: the step is done in
     f32."""
     if dtype in (F16, BF16) and any(_loses_bits(x, dtype) for x in operands):
-        return cast(mapped(fn, F32, *operands), dtype)
+        return converted(mapped(fn, F32, *operands), dtype)
     return mapped(fn, dtype, *operands)
 
 

@@ -7,9 +7,10 @@ from itertools import accumulate
 
 from tilewright.dtype import F64, S64
 from tilewright.frontends.torch.registry import Operand, Scalar, Site, aten, operators
-from tilewright.frontends.torch.types import cast, mapped
-from tilewright.ir.build import broadcast, concat, const, map_, reshape, slice_, transpose
-from tilewright.ir.dims import slice_bounds
+from tilewright.frontends.torch.types import converted, mapped
+from tilewright.frontends.unmodelled import Unmodelled
+from tilewright.ir.build import broadcast, concat, const, map_, places, reshape, slice_, transpose
+from tilewright.ir.extent import slice_bounds
 from tilewright.ir.graph import Node
 from tilewright.ir.ops import Gather, Iota, Pad, Select
 from tilewright.ir.types import normalize_axis
@@ -51,7 +52,7 @@ def same_value(site: Site, self: Node, **_: object) -> Node:
 @aten("_to_copy.default", "to.dtype", "to.dtype_layout", "to.device", "to.other", "type_as.default")
 def to(site: Site, self: Node, *_: object, **__: object) -> Node:
     """self converted to the result's type."""
-    return cast(self, site.dtype)
+    return converted(self, site.dtype)
 
 
 @aten("expand.default", "expand_as.default", "broadcast_to.default")
@@ -116,7 +117,7 @@ def unbind(site: Site, self: Node, dim: int = 0) -> list[Node]:
 def cat(site: Site, tensors: Sequence[Node], dim: int = 0) -> Node:
     """Tensors side by side, in the promoted type; an empty vector among them counts for nothing, as ATen has it."""
     rank = len(site.out.shape)
-    whole = [cast(t, site.dtype) for t in tensors if len(t.shape) == rank and (rank == 1 or t.shape != (0,))]
+    whole = [converted(t, site.dtype) for t in tensors if len(t.shape) == rank and (rank == 1 or t.shape != (0,))]
     if not whole:
         return const([], site.dtype)
     return concat(whole, normalize_axis(dim, rank, site.target))
@@ -127,7 +128,7 @@ def stack(site: Site, tensors: Sequence[Node], dim: int = 0) -> Node:
     """Tensors side by side along a new axis."""
     axis = normalize_axis(dim, len(site.out.shape), site.target)
     shape = tuple(1 if a == axis else d for a, d in enumerate(site.out.shape))
-    parts = [reshape(cast(t, site.dtype), shape) for t in tensors]
+    parts = [reshape(converted(t, site.dtype), shape) for t in tensors]
     return concat(parts, axis)
 
 
@@ -146,7 +147,7 @@ def flip(site: Site, self: Node, dims: Sequence[int]) -> Node:
     x = self
     for axis in {_axis(self, d, site) for d in dims}:
         if self.shape:
-            x = Node(Gather(axis), x, const(list(range(self.shape[axis] - 1, -1, -1)), S64))
+            x = Node(Gather(axis), x, places(self.shape[axis], self.shape[axis] - 1, -1))
     return x
 
 
@@ -156,19 +157,19 @@ def constant_pad_nd(site: Site, self: Node, pad: Sequence[int], value: Scalar = 
     rank = len(self.shape)
     edges = [(pad[2 * i], pad[2 * i + 1]) if 2 * i < len(pad) else (0, 0) for i in range(rank)][::-1]
     low, high = tuple(e[0] for e in edges), tuple(e[1] for e in edges)
-    return Node(Pad(low, high, (0,) * rank), self, cast(value, self.dtype))
+    return Node(Pad(low, high, (0,) * rank), self, converted(value, self.dtype))
 
 
 @aten("slice_scatter.default")
 def slice_scatter(
     site: Site, self: Node, src: Node, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1
-) -> Node | None:
+) -> Node:
     """self with self[start:end] along one axis replaced by src."""
     if step != 1:
-        return None
+        raise Unmodelled(f"a step of {step}")
     axis = _axis(self, dim, site)
     low, high = slice_bounds(start, end, self.shape[axis])
-    return _replaced(self, cast(src, self.dtype), axis, low, high)
+    return _replaced(self, converted(src, self.dtype), axis, low, high)
 
 
 @aten("select_scatter.default")
@@ -177,7 +178,7 @@ def select_scatter(site: Site, self: Node, src: Node, dim: int, index: int) -> N
     axis = _axis(self, dim, site)
     start = index % self.shape[axis]
     shape = tuple(1 if a == axis else d for a, d in enumerate(self.shape))
-    return _replaced(self, reshape(cast(src, self.dtype), shape), axis, start, start + 1)
+    return _replaced(self, reshape(converted(src, self.dtype), shape), axis, start, start + 1)
 
 
 def _replaced(x: Node, middle: Node, axis: int, start: int, stop: int) -> Node:
@@ -190,7 +191,7 @@ def _triangle(keep: str) -> Callable[..., Node]:
         shape = self.shape[-2:]
         row, column = Node(Iota(S64, shape, 0)), Node(Iota(S64, shape, 1))
         kept = map_(keep, map_("subtract", column, row), const(diagonal, S64))
-        return Node(Select(), kept, self, cast(0, self.dtype))
+        return Node(Select(), kept, self, converted(0, self.dtype))
 
     return triangle
 
@@ -202,19 +203,19 @@ aten("triu.default")(_triangle("greater_equal"))
 @aten("full.default", "full_like.default")
 def full(site: Site, like: object, fill_value: Operand, **_: object) -> Node:
     """One value everywhere."""
-    return broadcast(cast(fill_value, site.dtype), site.out.shape)
+    return broadcast(converted(fill_value, site.dtype), site.out.shape)
 
 
 @aten("scalar_tensor.default")
 def scalar_tensor(site: Site, s: Scalar, **_: object) -> Node:
     """A number as a tensor of rank 0."""
-    return cast(s, site.dtype)
+    return converted(s, site.dtype)
 
 
 @aten("empty.memory_format", "empty_strided.default", "empty_permuted.default")
 def empty(site: Site, *_: object, **__: object) -> Node:
     """Uninitialised memory, given zeros so that a result never depends on what lay there."""
-    return broadcast(cast(0, site.dtype), site.out.shape)
+    return broadcast(converted(0, site.dtype), site.out.shape)
 
 
 @aten("arange.start_step")
@@ -224,4 +225,4 @@ def arange(site: Site, start: Scalar, end: Scalar, step: Scalar = 1, **_: object
     if start == 0 and step == 1:
         return Node(Iota(site.dtype, site.out.shape, 0))
     line = Node(Iota(wide, site.out.shape, 0))
-    return cast(mapped("add", wide, mapped("multiply", wide, line, step), start), site.dtype)
+    return converted(mapped("add", wide, mapped("multiply", wide, line, step), start), site.dtype)
