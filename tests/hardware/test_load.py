@@ -9,7 +9,9 @@ import types
 from pathlib import Path
 
 import pytest
+import torch
 
+from tilewright import threads
 from tilewright.hardware import load as load_module
 from tilewright.hardware.load import Load, Meter, Threads, gpu_noise, load_now, spin_s
 
@@ -26,7 +28,7 @@ def planted(monkeypatch, tmp_path):
     """A machine of two cores, of which a file says what it does, and a clock."""
     clock = [100.0]
     monkeypatch.setattr(load_module, "PROC", tmp_path)
-    monkeypatch.setattr(load_module, "usable_cores", lambda: {0, 1})
+    monkeypatch.setattr(load_module, "affine", lambda: {0, 1})
     monkeypatch.setattr(load_module.os, "cpu_count", lambda: 4)
     monkeypatch.setattr(load_module, "spin_s", lambda: load_module._fastest_spin_s)
     monkeypatch.setattr(load_module, "_fastest_spin_s", 1e-5)
@@ -73,6 +75,27 @@ def test_a_short_look_does_not_believe_single_ticks(planted):
     assert meter.load().noise == ""
 
 
+def test_torch_has_as_many_threads_as_cores_are_free(planted, monkeypatch):
+    """Two of four cores are ours. What others keep runnable is looked at three times, as threads of torch may spin on."""
+    monkeypatch.setattr(load_module.time, "sleep", lambda seconds: None)
+    torch.set_num_threads(2)
+    for runnable, free in ((1, 2), (3, 2), (4, 1), (30, 1), (0, 2)):
+        monkeypatch.setattr(load_module, "_free", (-1.0, 1))
+        monkeypatch.setattr(load_module.time, "monotonic", lambda: 5.0)
+        planted(100.0, runnable, 0, 0)
+        with load_module.uncrowded():
+            assert (torch.get_num_threads(), threads.count()) == (free, 2)
+        planted(100.0, 30 if free == 2 else 1, 0, 0)
+        assert load_module.free_cores() == free  # which holds for a moment
+        monkeypatch.setattr(load_module.time, "monotonic", lambda: 6.5)
+        assert load_module.free_cores() == 3 - free
+        assert torch.get_num_threads() == 2
+    monkeypatch.setattr(load_module, "_free", (-1.0, 1))
+    looks = iter([7, 5, 1])
+    monkeypatch.setattr(load_module, "runnable", lambda: next(looks))
+    assert load_module.free_cores() == 2
+
+
 def test_a_core_that_slows_down_shows(planted, monkeypatch):
     planted(100.0, 1, 0, 0)
     spins = iter([1e-5, 2e-5, 2e-5, 2e-5])
@@ -96,7 +119,7 @@ def test_a_system_that_says_nothing_is_quiet(monkeypatch, tmp_path):
 
 
 def test_this_systems_own_counters():
-    """Whatever else runs: a sleep is no waiting for a core, and threads that come later are found."""
+    """They hold whatever else runs: a sleep is no waiting for a core, and threads that come later are found."""
     own = Threads()
     sample = own.timed(lambda: time.sleep(0.02))
     assert sample.wall_s >= 0.02 and 0 <= sample.own_s <= sample.wall_s

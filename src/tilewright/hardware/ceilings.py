@@ -8,22 +8,18 @@ square. A kernel may exceed that rate; reports then show a fraction above 1. Mem
 from __future__ import annotations
 
 import contextlib
-import errno
-import os
 import statistics
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Annotated
 
 import msgspec
-import platformdirs
 import torch
 
-from tilewright import threads
+from tilewright import deadline, threads
 from tilewright.discovery import modules
-from tilewright.files import alone, foreign, open_own
+from tilewright.files import NotJSONError, alone, cache_folder, decoded, read_own, write_own
 from tilewright.hardware.load import Meter, Threads, load_now
 from tilewright.hardware.target import Target
 
@@ -32,7 +28,8 @@ LONGEST_S = 1.0  # after which no further round begins: a type that the processo
 LEEWAY = 1.05  # what a kernel's time may err by
 MEASURED_S = 3.0  # about what measuring them takes
 WAIT_S = 20.0  # for another process that measures them
-VERSION = 5  # of how ceilings are measured
+VERSION = 6  # of how ceilings are measured
+MOST_KEPT = 16  # records of a kind of device
 
 
 Rate = Annotated[float, msgspec.Meta(gt=0)]
@@ -63,22 +60,6 @@ class Record(msgspec.Struct, frozen=True):
     noise: str = ""
 
 
-def cache_folder() -> Path:
-    """The folder of measurements: $TILEWRIGHT_CACHE, or the user's cache directory. Made owner-only.
-
-    Raises:
-        OSError: it cannot be made, or somebody else could have written to it: it is a link, another user's, or open to others.
-    """
-    given = os.environ.get("TILEWRIGHT_CACHE")
-    folder = Path(given) if given else Path(platformdirs.user_cache_dir("tilewright", appauthor=False))
-    if folder.parts[:1] == ("~",):
-        raise FileNotFoundError("this user has no home folder; TILEWRIGHT_CACHE names another one")
-    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-    if (why := foreign(folder)) is not None:
-        raise PermissionError(errno.EPERM, f"it {why}", str(folder))
-    return folder
-
-
 def known(target: Target) -> bool:
     """Tell whether this machine's rates were measured before, and are kept."""
     return _load(_key(target), target.kind) is not None
@@ -90,35 +71,46 @@ def with_ceilings(target: Target, *, remeasure: bool = False) -> Target:
     Those measured while other processes kept the machine busy are provisional: they are measured again when it is quiet, and
     each is then the most of both. A folder that cannot be written costs the memory of it, not the measurement. Of processes
     that start at once one measures, and the others wait.
+
+    Raises:
+        OverrunError: nothing is kept, and the time of the work around it was over before all was measured.
     """
     key = _key(target)
     record = None if remeasure else _load(key, target.kind)
     if record is None or (record.noise and not load_now(target.device, threads.count()).noise):
         with contextlib.ExitStack() as waiting:
             with contextlib.suppress(OSError):
-                waiting.enter_context(alone(cache_folder() / f"ceilings-{target.kind}.lock", WAIT_S))
-            there = None if remeasure else _load(key, target.kind)
-            if there is not None and there != record:  # another process measured them meanwhile
+                waiting.enter_context(alone(cache_folder() / f"ceilings-{target.kind}.lock", min(WAIT_S, deadline.left_s())))
+            there = _load(key, target.kind)
+            if not remeasure and there is not None and there != record:  # another process measured them meanwhile
                 return _with(target, there)
-            measured = _measure(target, key)
-            record = measured if record is None else _most(record, measured)
+            try:
+                measured = _measure(target, key)
+            except deadline.OverrunError:
+                if record is None:
+                    raise
+                return _with(target, record)
+            if there is not None and (measured.noise or not remeasure):
+                measured = _most(there, measured)
+            record = measured
             _save(record, target.kind)
     return _with(target, record)
 
 
 def _most(before: Record, now: Record) -> Record:
-    """The most of two measurements, as noise only lowers a rate, as reliable as the second."""
+    """The most of two measurements, as noise only lowers a rate, as reliable as the better one."""
     names = {**before.peak_gops, **now.peak_gops}
     peaks = {n: max(before.peak_gops.get(n, 0.0), now.peak_gops.get(n, 0.0)) for n in names}
     read, copy = max(before.read_gbps, now.read_gbps), max(before.copy_gbps, now.copy_gbps)
-    return Record(now.key, peaks, read, copy, now.noise)
+    return Record(now.key, peaks, read, copy, now.noise if before.noise else "")
 
 
 def corrected(target: Target, seen_gops: Mapping[str, float]) -> tuple[Target, list[str]]:
     """The target with ceilings that nothing was seen to exceed, and a sentence on each that had been too low.
 
     A ceiling that a kernel exceeds was measured while something else ran, or through a library that is not the best. All are
-    measured again, once; each is then the most of what was measured either time and what was seen, and is kept.
+    measured again, once, if there is time; each is then the most of what was measured either time and what was seen, and is
+    kept.
 
     Args:
         target: with its measured rates.
@@ -127,14 +119,17 @@ def corrected(target: Target, seen_gops: Mapping[str, float]) -> tuple[Target, l
     low = {n: rate for n, rate in seen_gops.items() if rate > LEEWAY * target.peak_gops.get(n, rate)}
     if not low:
         return target, []
-    again = _measure(target, _key(target))
-    record = _most(Record(_key(target), dict(target.peak_gops), target.read_gbps, target.copy_gbps), again)
+    record, again = Record(_key(target), dict(target.peak_gops), target.read_gbps, target.copy_gbps, target.noise), None
+    with contextlib.suppress(deadline.OverrunError):
+        again = _measure(target, _key(target))
+        record = _most(record, again)
     most = record.peak_gops
     most |= {n: max(rate, most[n]) for n, rate in low.items()}
     _save(record, target.kind)
     said = [
-        f"the ceiling of {n} was measured too low, {target.peak_gops[n]:,.1f} Gop/s: a kernel reached {rate:,.1f}; measured "
-        f"again it is {again.peak_gops.get(n, 0.0):,.1f}, and {most[n]:,.1f} is kept"
+        f"the ceiling of {n} was measured too low, {target.peak_gops[n]:,.1f} Gop/s: a kernel reached {rate:,.1f}; "
+        + ("no time is left" if again is None else f"measured again it is {again.peak_gops.get(n, 0.0):,.1f}")
+        + f", and {most[n]:,.1f} is kept"
         for n, rate in low.items()
     ]
     return _with(target, record), said
@@ -151,27 +146,26 @@ def _with(target: Target, record: Record) -> Target:
 
 
 def _load(key: str, kind: str) -> Record | None:
+    return next((record for record in _kept(kind) if record.key == key), None)
+
+
+def _kept(kind: str) -> list[Record]:
+    """Records of devices of a kind, by number of threads, version of torch, …: those saved last at the end."""
     try:
-        with os.fdopen(open_own(cache_folder() / f"ceilings-{kind}.json", os.O_RDONLY), "rb") as file:
-            record = msgspec.json.decode(file.read(), type=Record)
-    except (OSError, msgspec.DecodeError):
-        return None
-    return record if record.key == key else None
+        return decoded(read_own(cache_folder() / f"ceilings-{kind}.json"), list[Record])
+    except (OSError, NotJSONError):
+        return []
 
 
 def _save(record: Record, kind: str) -> None:
     with contextlib.suppress(OSError):
-        final = cache_folder() / f"ceilings-{kind}.json"
-        draft = final.with_suffix(f".{os.getpid()}.tmp")
-        try:
-            draft.touch(mode=0o600)
-            draft.write_bytes(msgspec.json.encode(record))
-            draft.replace(final)
-        finally:
-            draft.unlink(missing_ok=True)
+        others = [r for r in _kept(kind) if r.key != record.key]
+        write_own(cache_folder() / f"ceilings-{kind}.json", msgspec.json.encode([*others, record][-MOST_KEPT:]))
 
 
 def _measure(target: Target, key: str) -> Record:
+    """All rates, or none: a unit without one would be taken for another's."""
+    deadline.check()
     device = target.device
     large = target.kind == "cuda"
     meter = Meter(device, threads.count())
@@ -181,17 +175,19 @@ def _measure(target: Target, key: str) -> Record:
     for name, build in _products(device, size, large).items():
         if name in peaks:
             continue
+        deadline.check()
         try:
             run = build()
             seconds = _best_seconds(run, device)
         except (RuntimeError, NotImplementedError):  # no such kernel on this device
             continue
         peaks[name] = 2 * size**3 / seconds / 1e9
+    deadline.check()
     x = torch.ones((1 << 32 if large else past_caches(target)) // 4, device=device)
-    y = torch.empty_like(x)
+    half = len(x) // 2
     reads = (lambda: torch.sum(x), lambda: torch.amax(x), lambda: torch.dot(x, x))
     read = max(x.nbytes / _best_seconds(f, device) / 1e9 for f in reads)
-    copy = 2 * x.nbytes / _best_seconds(lambda: y.copy_(x), device) / 1e9
+    copy = 2 * x[:half].nbytes / _best_seconds(lambda: x[half:].copy_(x[:half]), device) / 1e9
     read = max(read, copy, *(each.read(x) for each in loops))
     return Record(key, peaks, read, copy, meter.load().noise)
 
@@ -230,6 +226,7 @@ def _best_seconds(run: Callable[[], object], device: str) -> float:
     """The fastest of a few timed runs after a warm-up: a ceiling is what the machine can do, not what it does on average."""
     for _ in range(2):
         run()
+        deadline.check()
     times, own = list[float](), Threads()
     alone = device == "cpu" and threads.count() == 1  # then waiting for a core can be told from work
 
@@ -240,6 +237,7 @@ def _best_seconds(run: Callable[[], object], device: str) -> float:
 
     began = time.perf_counter()
     while len(times) < ROUNDS and time.perf_counter() - began < LONGEST_S:
+        deadline.check()
         if device != "cpu":
             torch.cuda.synchronize(device)
         sample = own.timed(finished)

@@ -16,6 +16,7 @@ from tilewright import plug_ins, threads
 from tilewright.discovery import modules
 from tilewright.errors import InputError
 from tilewright.hardware.target import Chip, Target
+from tilewright.processors import affine
 
 # Linux, Documentation/arch/x86/xstate.rst; asm/prctl.h; asm/unistd_64.h; Intel SDM volume 1, 13.1
 SYS_ARCH_PRCTL, ARCH_REQ_XCOMP_PERM, XTILEDATA = 158, 0x1023, 18
@@ -100,7 +101,7 @@ def cpu() -> Target:
     if chip is None:  # nothing is known of it: the architecture's baseline
         baseline = "aarch64" if platform.machine().lower() in ("arm64", "aarch64") else "x86_64"
         chip = next(c for c in chips() if c.name == baseline)
-    return Target(name, chip, "cpu", threads.affine(), features=features, caches_bytes=_caches(), exact_match=not chip.family)
+    return Target(name, chip, "cpu", len(affine()), features=features, caches_bytes=_caches(), exact_match=bool(chip.named))
 
 
 def _model(text: str) -> str:

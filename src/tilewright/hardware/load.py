@@ -11,10 +11,13 @@ import importlib
 import os
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from tilewright.processors import affine
+from tilewright.threads import count, limited
 
 PROC = Path("/proc")
 TICK_S = 0.01  # of the counters in /proc/stat
@@ -26,10 +29,15 @@ CROWDED_WAITING, CROWDED_TASKS = 0.3, 2.0  # share of time, and runnable tasks a
 SLOWED = 1.3  # a fixed piece of work takes this many times as long as it did at best
 GPU_OTHERS = 5  # percent of a GPU's time
 SPINS = 2000
+LOOKS, BETWEEN_S = 3, 0.001  # at what is runnable: threads of torch that still spin after their work are gone by the last
+HOLDS_S = 1.0  # for which what was seen is believed
 LOOK_S = 0.002  # between two looks
-MOST_THREADS = 64
+MOST_THREADS = 64  # whose files are held open
+MOST_SEEN = 1024  # threads of a process and its children: torch and onnxruntime start one a core each
+STOPPED = frozenset("Tt")  # states of a process
 
 _fastest_spin_s = float("inf")
+_free = -float("inf"), 1  # when it was looked, and what was seen
 
 
 @dataclass(frozen=True)
@@ -94,6 +102,63 @@ class Threads:
         worked = max((after[t] - busy[t] for t in after if t in busy), default=wall)
         waited = max(0.0, self.waited_s() - waited)
         return Sample(wall, min(wall, max(worked, wall - waited)), waited)
+
+
+class Had:
+    """Time that a process and those that it started had of the processors, as a watcher from outside sees it: what passed but
+    for what their threads waited for a core. Sleeping of one's own accord is no waiting."""
+
+    def __init__(self, pid: int) -> None:
+        """Begin to watch a process."""
+        self._pid = pid
+        self._known = {tid: (now, 0.0) for tid, now in threads_of(pid).items()}
+
+    def look(self, passed_s: float) -> float:
+        """Seconds that it had of the last `passed_s`; at least the CPU time of the thread that worked longest."""
+        known, held_s, worked_s = dict[int, tuple[Doing, float]](), 0.0, 0.0
+        for tid, now in threads_of(self._pid).items():
+            before, queued_s = self._known.get(tid, (Doing(now.state, 0.0, 0.0), 0.0))
+            if now.state == "R" and now == before:  # in the queue: its waiting is counted once it has a core
+                held_s += passed_s
+                known[tid] = now, queued_s + passed_s
+                continue
+            held_s += max(0.0, now.waited_s - before.waited_s - queued_s)
+            worked_s = max(worked_s, now.ran_s - before.ran_s)
+            known[tid] = now, 0.0
+        self._known = known
+        return min(passed_s, max(worked_s, passed_s - held_s))
+
+
+@dataclass(frozen=True)
+class Doing:
+    """A thread as Linux sees it: its state ("R" runs or would run, "T" and "t" are stopped), and the seconds that it ran, and
+    waited for a core, since it began."""
+
+    state: str
+    ran_s: float
+    waited_s: float
+
+
+def threads_of(pid: int) -> dict[int, Doing]:
+    """The threads of a process and of those that it started, by number; none where the system does not say."""
+    found, pids = dict[int, Doing](), [pid]
+    while pids and len(found) < MOST_SEEN:
+        folder = PROC / str(pids.pop()) / "task"
+        with contextlib.suppress(OSError):
+            for task in list(folder.iterdir())[: MOST_SEEN - len(found)]:
+                with contextlib.suppress(OSError, IndexError, ValueError):  # it ended, or there is no such file
+                    ran, waited, *_ = map(int, (task / "schedstat").read_text().split())
+                    state = (task / "stat").read_text().rpartition(")")[2].split()[0]
+                    found[int(task.name)] = Doing(state, ran / 1e9, waited / 1e9)
+                    pids += map(int, (task / "children").read_text().split())
+    return found
+
+
+def stopped(pid: int) -> bool:
+    """Tell whether a process is stopped, as by Ctrl-Z; not where the system does not say."""
+    with contextlib.suppress(OSError, IndexError):
+        return (PROC / str(pid) / "stat").read_text().rpartition(")")[2].split()[0] in STOPPED
+    return False
 
 
 @dataclass(frozen=True)
@@ -173,7 +238,7 @@ class Meter:
         self.look()
         self._threads.refresh()
         (at, busy, stolen, own, waited), began = self._counters(), self._began
-        elapsed, cores = max(at - began[0], 1e-6), len(usable_cores())
+        elapsed, cores = max(at - began[0], 1e-6), len(affine())
         own_s, waited_s = own - began[3], max(0.0, waited - began[4])
         others_s = busy - began[1] - own_s - TICK_S * cores  # a tick of each core may be charged to the wrong side
         ready_s, tasks = max(own_s + waited_s, elapsed / 4), statistics.fmean(self._runnable)
@@ -204,11 +269,27 @@ def load_now(device: str, threads: int, seconds: float = 0.06) -> Load:
     return meter.load()
 
 
-def usable_cores() -> set[int]:
-    """The cores that this process may use, by number."""
-    if hasattr(os, "sched_getaffinity"):
-        return os.sched_getaffinity(0)
-    return set(range(os.cpu_count() or 1))
+@contextlib.contextmanager
+def uncrowded() -> Generator[None]:
+    """A context for torch's work on the host, in which it uses no more threads than there are cores free: at each barrier all
+    would wait for the one whose core another process has. Kernels have as many as before."""
+    with limited(None, of_torch=free_cores()) if count() > 1 else contextlib.nullcontext():
+        yield
+
+
+def free_cores() -> int:
+    """Cores of this process that no other task wants at present, at least 1."""
+    global _free
+    looked, found = _free
+    now = time.monotonic()
+    if now > looked + HOLDS_S:
+        cores, tasks, looks = os.cpu_count() or 1, runnable(), 1
+        while 1 < tasks <= CROWDED_TASKS * cores and looks < LOOKS:
+            time.sleep(BETWEEN_S)
+            tasks, looks = min(tasks, runnable()), looks + 1
+        found = max(1, min(len(affine()), cores - max(0, tasks - 1)))  # this thread is one of them
+        _free = time.monotonic(), found
+    return found
 
 
 def runnable() -> int:
@@ -222,7 +303,7 @@ def runnable() -> int:
 def cores_busy_s() -> tuple[float, float]:
     """Seconds since the start of the machine that the cores which this process may use were busy, and that were stolen from
     them; zeros where unknown."""
-    mine, busy, stolen = {f"cpu{i}" for i in usable_cores()}, 0, 0
+    mine, busy, stolen = {f"cpu{i}" for i in affine()}, 0, 0
     with contextlib.suppress(OSError, IndexError, ValueError):
         for line in (PROC / "stat").read_text().splitlines():
             name, *fields = line.split()

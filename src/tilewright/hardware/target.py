@@ -52,6 +52,21 @@ class MemoryLevel:
 
 
 @dataclass(frozen=True)
+class PeerLink:
+    """The connection of chips of a kind to each other, or to their host.
+
+    Attributes:
+        name: "NVLink 4", "PCIe 5.0 x16".
+        gbps: 1e9 bytes a second in each direction, of all of a chip's links together.
+        source: the document that states it.
+    """
+
+    name: str
+    gbps: float
+    source: str
+
+
+@dataclass(frozen=True)
 class Chip:
     """One kind of processor: a data file in this folder, found by file name.
 
@@ -63,6 +78,7 @@ class Chip:
         notes: sentences with their sources that do not fit a number.
         family: stands for every processor of its kind that has no file of its own.
         levels: memories, the nearest first. What the machine reports of their sizes comes before these.
+        links: what joins several of them, the fastest first.
         sms: cores, CUs or SMs of the whole chip, 0 where models differ.
         mhz: clock in MHz at which the sources state its rates, 0 where models differ.
         registers_bytes: bytes of registers for vectors and matrices, of one core or SM.
@@ -79,6 +95,7 @@ class Chip:
     notes: tuple[str, ...] = ()
     family: bool = False
     levels: tuple[MemoryLevel, ...] = ()
+    links: tuple[PeerLink, ...] = ()
     sms: int = 0
     mhz: int = 0
     registers_bytes: int = 0
@@ -104,7 +121,7 @@ class Target:
         caches_bytes: size by level ("L1d", "L2", "L3").
         peak_gops: measured rate by operand dtype, in 1e9 operations a second; empty until measured.
         read_gbps, copy_gbps: measured memory bandwidth in 1e9 bytes a second, 0 until measured.
-        exact_match: False when the chip is only the nearest family known.
+        exact_match: the chip's file is of this very model, by its name; False where it stands for several.
         noise: why the measured rates are not reliable, "" if they are.
     """
 

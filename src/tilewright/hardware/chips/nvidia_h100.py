@@ -1,6 +1,6 @@
 """NVIDIA Hopper (H100): wgmma, the tensor memory accelerator, clusters."""
 
-from tilewright.hardware.chips._nvidia import H100, HOPPER, HOPPER_NOTES, HOPPER_SOURCE, REGISTERS
+from tilewright.hardware.chips._nvidia import H100, HOPPER, HOPPER_LINKS, HOPPER_NOTES, HOPPER_SOURCE, REGISTERS
 from tilewright.hardware.target import Chip, MemoryLevel
 
 CHIP = Chip(
@@ -13,6 +13,7 @@ CHIP = Chip(
         MemoryLevel("L2", 50 << 20, H100),
         MemoryLevel("memory", 80 << 30, f"{H100}; HBM3 of the SXM5 board, 3352 GB/s", gbps=3352),
     ),
+    links=HOPPER_LINKS,
     sms=132,
     mhz=1830,
     registers_bytes=REGISTERS,

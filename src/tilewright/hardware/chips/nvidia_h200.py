@@ -1,6 +1,6 @@
 """NVIDIA Hopper (H200): an H100 with more and faster memory."""
 
-from tilewright.hardware.chips._nvidia import H100, HOPPER, HOPPER_NOTES, HOPPER_SOURCE, REGISTERS
+from tilewright.hardware.chips._nvidia import H100, HOPPER, HOPPER_LINKS, HOPPER_NOTES, HOPPER_SOURCE, REGISTERS
 from tilewright.hardware.target import Chip, MemoryLevel
 
 H200 = "NVIDIA H200 datasheet, November 2024: 141 GB of HBM3e, 4.8 TB/s"
@@ -15,6 +15,7 @@ CHIP = Chip(
         MemoryLevel("L2", 50 << 20, H100),
         MemoryLevel("memory", 141 * 10**9, H200, gbps=4800),
     ),
+    links=HOPPER_LINKS,
     sms=132,
     mhz=1830,
     registers_bytes=REGISTERS,
