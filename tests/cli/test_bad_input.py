@@ -5,17 +5,23 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import re
 import signal
 import subprocess
 import sys
 import time
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
+import onnx
 import pytest
 import torch
 from cli_programs import FAST, block, install_ceilings, install_fake_library, invoke, write
 from click.testing import Result
+from onnx import helper
+from onnx_models import FLOAT, model, value
 
 from tilewright.dtype import F32, OPAQUE
 from tilewright.ir.build import const, input_, map_
@@ -133,7 +139,7 @@ def test_dims_take_what_follows_them(program: str) -> None:
         (["--input-dim"], "write @NAME and then its extents"),
         (["--input-dim", "@x", "-2"], "'-2' is no extent"),
         (["--input-dim", "@x", "4", "4", "--input-dim", "@x", "4", "4"], "@x is given twice"),
-        (["--batch", "0"], "0 is not in the range"),
+        (["--batch", "0"], "'0' is no whole number from 1 on"),
         (["--nonsense"], "No such option"),
     ],
 )
@@ -181,6 +187,31 @@ def test_arrays_that_do_not_fit(program: str, tmp_path: Path) -> None:
     refused(invoke("run", program, "--inputs", path, *FAST), "input 'x'")
 
 
+@pytest.mark.parametrize(
+    ("options", "given", "hint"),
+    [
+        ((), (5, 4), "an array of [4, 8] in in.npz; for other extents export the model with these open"),
+        ((), (5, 9), "an array of [5, 8] in in.npz; for other extents export the model with these open"),
+        (("--batch", 2), (5, 8), "--batch 5, or leave it out: open axes are those of the array"),
+        (("--batch", 2), (2, 9), "an array of [2, 8] in in.npz; for other extents export the model with these open"),
+        (("--input-dim", "@x", 2, 8), (5, 8), "--input-dim @x 5 8, or leave it out: open axes are those of the array"),
+    ],
+)
+def test_a_shape_that_does_not_fit_is_told_before_compiling(
+    options: tuple[object, ...], given: tuple[int, ...], hint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def never(*_: object, **__: object) -> None:
+        raise AssertionError("it was compiled")
+
+    monkeypatch.setattr("tilewright.cli.compile.program_of", never)
+    monkeypatch.chdir(tmp_path)
+    open_axis = "n" if options or given == (5, 9) else 4
+    relu = model([helper.make_node("Relu", ["x"], ["y"])], [value("x", FLOAT, [open_axis, 8])], {"y": FLOAT})
+    onnx.save(relu, "m.onnx")
+    np.savez("in.npz", x=np.zeros(given, np.float32))
+    refused(invoke("run", "m.onnx", "--inputs", "in.npz", *options), f"shape {list(given)} given", "input 'x'", f"try: {hint}")
+
+
 def test_outputs_that_cannot_be_written(program: str, tmp_path: Path) -> None:
     before = sorted(tmp_path.iterdir())
     refused(invoke("run", program, "--output", tmp_path / "none" / "out.npz", *FAST), "cannot be written: No such file")
@@ -192,6 +223,17 @@ def test_outputs_that_cannot_be_written(program: str, tmp_path: Path) -> None:
         refused(invoke(verb, "not read for that", option, Path(program) / "out"), *said)
         refused(invoke(verb, "not read for that", option, ""), "cannot be written: Is a directory")
     assert sorted(tmp_path.iterdir()) == before
+
+
+@pytest.mark.parametrize(
+    ("verb", "option", "suffix"),
+    [("run", "--output", ".npz"), ("perf", "--html", ".html"), ("perf", "--trace", ".json"), ("tune", "--export", ".json")],
+)
+def test_a_suffix_of_what_is_not_written_is_refused(program: str, tmp_path: Path, verb: str, option: str, suffix: str) -> None:
+    """It is refused before the program is read."""
+    said = f"what is written is {suffix}, not .txt ({tmp_path / 'a b.txt'})", f"try: {option} '{tmp_path / 'a b'}{suffix}'"
+    refused(invoke(verb, program, option, tmp_path / "a b.txt"), *said)
+    assert not list(tmp_path.glob("a*"))
 
 
 def test_one_file_for_two_reports(program: str, tmp_path: Path) -> None:
@@ -305,10 +347,90 @@ def test_an_interrupt_while_torch_is_imported_ends_the_process(tmp_path: Path) -
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "\n")
 
 
+@pytest.mark.parametrize("module", ["click", "tilewright.cli.compile"])
+def test_an_interrupt_before_a_verb_runs_is_no_traceback(tmp_path: Path, module: str) -> None:
+    """A hook interrupts the import of what the command line needs."""
+    (tmp_path / "sitecustomize.py").write_text(
+        "import os, signal, sys\n"
+        "class Hook:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        f"        if name == {module!r}:\n"
+        "            sys.meta_path.remove(self)\n"
+        "            os.kill(os.getpid(), signal.SIGINT)\n"
+        "sys.meta_path.insert(0, Hook())\n"
+    )
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
+    done = subprocess.run([sys.executable, "-m", "tilewright", "devices"], env=env, capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
+
+
+@pytest.mark.parametrize(("more", "kept"), [((), "what was measured until then"), (("--no-cache",), "nothing")])
+def test_an_interrupt_while_kernels_are_chosen_says_what_is_kept(
+    program: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, more: tuple[str, ...], kept: str
+) -> None:
+    def interrupted(*given: object, **named: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setenv("TILEWRIGHT_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr("tilewright.compiler.compile", interrupted)
+    result = invoke("explain", program, *more)
+    said = f"interrupted while choosing kernels: {kept} is kept"
+    assert result.exit_code == 130 and result.stderr.strip() == said
+
+
+KEPT = [((), "the kernels that were chosen are kept"), (("--no-cache",), "nothing is kept")]
+
+
+@pytest.mark.parametrize(("more", "kept"), KEPT)
+def test_an_interrupt_while_steps_are_compared_or_timed_says_how_far_it_came(
+    program: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, more: tuple[str, ...], kept: str
+) -> None:
+    from tilewright.report.measure import timing, verify
+
+    monkeypatch.setenv("TILEWRIGHT_CACHE", str(tmp_path / "cache"))
+    for verb, module, name, doing in (
+        ("verify", verify, "compare_step", "comparing"),
+        ("perf", timing, "device_us", "timing steps"),
+    ):
+        calls: list[object] = []
+        function = getattr(module, name)
+
+        def late(*given: object, of: object = function, calls: list[object] = calls, **named: object) -> object:
+            calls.append(given)
+            if len(calls) == 3:
+                raise KeyboardInterrupt
+            return of(*given, **named)  # type: ignore[operator]
+
+        monkeypatch.setattr(module, name, late)
+        result = invoke(verb, program, *FAST, *more)
+        assert result.exit_code == 130 and result.stdout == ""
+        assert re.fullmatch(rf"interrupted while {doing}, [12] of \d done: {kept}", result.stderr.strip()), result.stderr
+
+
+def test_an_interrupt_behind_the_report_says_that_it_is_whole(program: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def late(*given: object) -> None:
+        raise KeyboardInterrupt
+
+    place = SimpleNamespace(find=lambda budget_s: None, reading=nullcontext, keep=late, keeping_s=lambda graph: 0.0)
+    monkeypatch.setattr("tilewright.cli.compile._place", lambda given, how: place)
+    result = invoke("verify", program, *FAST)
+    assert result.exit_code == 130 and "agree" in result.stdout
+    assert result.stderr.strip() == "interrupted while keeping the program for its next use: the report is whole"
+
+
+def test_an_interrupt_between_two_tasks_is_one_word(program: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def late(*given: object, **named: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("tilewright.report.text.explain_text.print_explain", late)
+    result = invoke("explain", program, *FAST)
+    assert result.exit_code == 130 and result.stderr.strip() == "interrupted"
+
+
 def test_an_interrupt_exits_with_130(monkeypatch: pytest.MonkeyPatch) -> None:
     fail_with(monkeypatch, KeyboardInterrupt())
     result = invoke("read", "x.tw")
-    assert result.exit_code == 130 and result.output.strip() == ""
+    assert result.exit_code == 130 and result.output.strip() == "interrupted while reading x.tw"
 
 
 def test_a_signal_in_a_process_of_its_own(tmp_path: Path) -> None:
@@ -326,7 +448,7 @@ def test_a_signal_in_a_process_of_its_own(tmp_path: Path) -> None:
         time.sleep(0.1)
         process.send_signal(signal.SIGINT)
         assert process.wait(30) == 130
-        assert process.stderr.read().strip() == ""
+        assert process.stderr.read().strip() == "interrupted while reading x.tw"
 
 
 @pytest.mark.thin(2)
@@ -341,14 +463,14 @@ def test_a_pipe_that_closes_early_is_quiet(args: list[str], tmp_path: Path) -> N
         assert process.stdout is not None and process.stderr is not None
         process.stdout.close()
         assert process.wait(60) == 141
-        slow = "tilewright: choosing kernels for "  # on a busy machine
+        slow = ("tilewright: choosing kernels for ", "tilewright: measuring the machine for ", "note: the time was over ")
         assert [line for line in process.stderr.read().splitlines() if not line.startswith(slow)] == []
 
 
 @pytest.mark.parametrize("option", ["--rtol", "--atol", "--rms-tol", "--budget"])
 def test_nan_is_no_tolerance(option: str, program: str) -> None:
     result = invoke("verify", program, option, "nan")
-    assert result.exit_code == 2 and "nan is no number" in result.stderr
+    assert result.exit_code == 2 and re.search("'nan' is no number( of seconds)? from 0 on", result.stderr)
 
 
 @pytest.mark.parametrize("verb", ["run", "verify", "perf"])

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -13,6 +15,8 @@ from pathlib import Path
 import msgspec
 import pytest
 from cli_programs import invoke, write
+from rich.console import Console
+from short_shares import shorten
 from torture_cache import KEY, record
 
 from tilewright import compiler
@@ -21,8 +25,11 @@ from tilewright.ir.build import input_
 from tilewright.ir.graph import Graph
 from tilewright.ir.notation import parse
 from tilewright.ir.ops import gemm
-from tilewright.runtime import programs
-from tilewright.schedule import tuning_database as database
+from tilewright.report.schema import CacheInfo
+from tilewright.report.text.cache_table import print_cache
+from tilewright.runtime import program_folder
+from tilewright.schedule import cache as cache_module
+from tilewright.schedule import tuning_database
 from tilewright.schedule.cache import Cache
 from tilewright.schedule.record import Exported, Lost, read_records
 
@@ -31,8 +38,9 @@ LINE = "f32[4,32] @ f32[32,16] + bias"
 
 @pytest.fixture
 def kept(tmp_path, monkeypatch):
+    shorten(monkeypatch)
     cache = Cache(tmp_path / "cache")
-    for module in (compiler, database):
+    for module in (compiler, cache_module):
         monkeypatch.setattr(module, "user_cache", lambda: cache)
     yield cache
     cache.close()
@@ -44,7 +52,7 @@ def program(tmp_path: Path) -> str:
 
 
 def tune(program, *options):
-    result = invoke("tune", program, "--budget", "2.5", "--json", *options)
+    result = invoke("tune", program, "--budget", "100", "--json", *options)
     assert result.exit_code == 0, result.output
     return json.loads(result.stdout)
 
@@ -56,16 +64,27 @@ def test_tune_keeps_what_every_verb_reads_back(kept, program, tmp_path):
     second = tune(program)
     assert [p["how"] for p in second["problems"]] == ["read back"]
     assert [p["time_us"] for p in first["problems"]] == [p["time_us"] for p in second["problems"]]
-    explained = json.loads(invoke("explain", program, "--budget", "2.5", "--json").stdout)
+    explained = json.loads(invoke("explain", program, "--budget", "100", "--json").stdout)
     assert explained["products"][0]["chosen"]["recalled"] is True
-    assert "read back" in " ".join(invoke("explain", program, "--budget", "2.5").stdout.split())
+    assert "read back" in " ".join(invoke("explain", program, "--budget", "100").stdout.split())
     assert [p["how"] for p in tune(program, "--no-cache")["problems"]] == ["measured"]
-    text = " ".join(invoke("tune", program, "--budget", "2.5").stdout.split())
+    text = " ".join(invoke("tune", program, "--budget", "100").stdout.split())
     assert "1 problem in" in text and "1 read back" in text and "Kept in" in text
 
 
+def test_more_time_than_usual_is_taken_where_a_search_had_less(kept, program, monkeypatch):
+    monkeypatch.setattr(tuning_database, "ORDINARY_S", 0.06)  # which a thousandth of 60 is not quite
+
+    def how(verb, budget):
+        found = json.loads(invoke(verb, program, "--budget", budget, "--json").stdout)
+        return found["problems"][0]["how"] if verb == "tune" else found["products"][0]["chosen"]["recalled"]
+
+    assert [how("tune", "60"), how("tune", "70"), how("tune", "60"), how("tune", "70")] == ["measured"] * 2 + ["read back"] * 2
+    assert not how("explain", "300") and how("explain", "300") and how("explain", "20")
+
+
 def test_perf_says_which_choices_were_read_back(kept, tmp_path):
-    """By default in a line, and by step in --json: of two products one is known, and then both, and then nothing is."""
+    """A line says so by default, and each step in --json: of two products one is known, and then both, and then nothing is."""
     shapes = ((4, 32, 16), (6, 32, 8))
     pairs = [(input_(f"a{m}", F32, (m, k)), input_(f"b{m}", F32, (k, n))) for m, k, n in shapes]
     known = write(tmp_path, Graph("one", pairs[0], (gemm(*pairs[0]),), ("y",)))
@@ -82,12 +101,12 @@ def test_perf_says_which_choices_were_read_back(kept, tmp_path):
     assert "2 choices: 1 read back from the cache, 1 not measured: the first kernel that agrees with the" in said
     assert found["choices"] == {"read back": 1, "not measured": 1}
     assert {s["chosen"] for s in found["steps"] if s["kind"] == "gemm"} == {"read back", "not measured"}
-    said, _ = perf(both, "--budget", "4")
+    said, _ = perf(both, "--budget", "100")
     assert "2 choices: 1 read back from the cache, 1 measured now." in said
-    said, found = perf(both, "--budget", "4")
+    said, found = perf(both, "--budget", "100")
     assert "2 choices: 2 read back from the cache." in said and found["choices"] == {"read back": 2}
     assert found["summary"][-1] == "2 choices: 2 read back from the cache."
-    said, found = perf(both, "--budget", "4", "--no-cache")
+    said, found = perf(both, "--budget", "100", "--no-cache")
     assert "2 choices: 2 measured now." in said and {s["chosen"] for s in found["steps"]} <= {"measured", "not measured"}
 
 
@@ -163,16 +182,25 @@ def test_cache_info_counts_and_clear_forgets(kept, program):
     assert json.loads(invoke("cache", "info", "--json").stdout)["oldest"] is None
 
 
+def test_versions_beyond_the_most_common_are_one_line():
+    versions = {f"0.1.0 {i:012x}": 20 - i for i in range(10)}
+    found = CacheInfo("here", None, 155, 0, {"a chip": 155}, versions, None, None)
+    with io.StringIO() as text:
+        print_cache(Console(file=text, width=160), found)
+        said = text.getvalue()
+    assert len(re.findall("0.1.0", said)) == 8 and "23  2 others" in said and "others" not in said.split("By version")[0]
+
+
 def test_the_programs_of_the_user_are_out_of_the_tests_reach(kept):
-    assert programs.kept_programs() == [] and programs.clear() == 0
+    assert program_folder.kept_programs() == [] and program_folder.clear() == 0
     with pytest.raises(FileNotFoundError, match="set no TILEWRIGHT_CACHE"):
-        programs.folder()
+        program_folder.folder()
 
 
 def test_without_a_folder_it_says_so(kept, program, tmp_path, monkeypatch):
     (tmp_path / "file").touch()
     nowhere = Cache(tmp_path / "file" / "x")
-    for module in (compiler, database):
+    for module in (compiler, cache_module):
         monkeypatch.setattr(module, "user_cache", lambda: nowhere)
     assert tune(program)["cache"] is None
     assert "Not a directory" in invoke("cache", "info").stdout
@@ -180,21 +208,21 @@ def test_without_a_folder_it_says_so(kept, program, tmp_path, monkeypatch):
 
 def test_what_cannot_be_forgotten_is_no_success(kept, tmp_path, monkeypatch):
     (tmp_path / "file").touch()
-    monkeypatch.setattr(database, "user_cache", lambda: Cache(tmp_path / "file" / "x"))
+    monkeypatch.setattr(cache_module, "user_cache", lambda: Cache(tmp_path / "file" / "x"))
     for _ in range(2):
         result = invoke("cache", "clear", "--yes")
         assert result.exit_code == 2 and result.stdout == ""
         assert "choices cannot be forgotten" in result.stderr and "Not a directory" in result.stderr
-    monkeypatch.setattr(database, "user_cache", lambda: None)
+    monkeypatch.setattr(cache_module, "user_cache", lambda: None)
     assert invoke("cache", "clear", "--yes").exit_code == 2
 
 
 def test_a_folder_that_cannot_be_made_is_named_with_the_reason(tmp_path, monkeypatch):
     said = []
-    monkeypatch.setattr(database, "say", said.append)
+    monkeypatch.setattr(cache_module, "say", said.append)
     monkeypatch.setenv("TILEWRIGHT_CACHE", str(tmp_path / "file"))
     (tmp_path / "file").touch()
-    assert database.user_cache() is None
+    assert cache_module.user_cache() is None
     assert said == [f"decisions are not kept: {tmp_path / 'file'}: File exists; TILEWRIGHT_CACHE names another folder"]
 
 

@@ -11,6 +11,7 @@ from cli_programs import FAST, invoke, write
 
 from tilewright import compiler
 from tilewright.hardware import ceilings
+from tilewright.hardware.load import Load
 from tilewright.hardware.target import Target
 from tilewright.ir.notation import parse
 from tilewright.report.measure import work
@@ -52,6 +53,77 @@ def test_it_is_said_and_measured_again_once(kept: list[float], tmp_path: Path, v
     assert step["limit_us"] < 1000  # at the old ceiling it was half a minute
     again = invoke(name, program, *options, "--json")
     assert again.exit_code == 0 and again.stderr == "" and len(kept) == 2
+
+
+@pytest.mark.parametrize("verb", [("perf", "-n", "2", *FAST), ("explain", "--budget", "0.2")])
+def test_limits_by_rates_of_a_busy_machine_are_said_not_to_be_reliable(
+    kept: list[float], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, verb: tuple[str, ...]
+) -> None:
+    """Once, and in JSON; where the rates were measured in quiet nothing is said."""
+    from tilewright.hardware.detect import detect
+
+    monkeypatch.setattr(work, "TOLD_US", float("inf"))
+    name, *options = verb
+    program, target = write(tmp_path, parse(LINE)), detect("cpu")
+    assert "Limits are not" not in invoke(name, program, *options).stdout
+    assert json.loads(invoke(name, program, *options, "--json").stdout)["limits_noise"] == ""
+    monkeypatch.setattr(ceilings, "load_now", lambda device, threads: Load(of_cores=4, runnable=9.0, others=0.2))
+    record = ceilings.Record(ceilings._key(target), {"f32": 1e-3, "s8": 1.0}, 10.0, 8.0, "9 runnable tasks on 4 cores")
+    ceilings._save(record, "cpu")
+    words = " ".join(invoke(name, program, *options).stdout.split())
+    said = "Limits are not reliable, nor what was reached of them: rates were measured on a busy machine (9 runnable tasks on 4"
+    assert words.count(said) == 1 and words.count("will be measured again when it is quiet") == 1
+    found = json.loads(invoke(name, program, *options, "--json").stdout)
+    assert found["limits_noise"] == "9 runnable tasks on 4 cores"
+    above = "Above 100 % of the limit: this was measured too low on a busy machine."
+    for more in ((), ("-v",)) if name == "perf" else ():
+        text = " ".join(invoke(name, program, *options, *more).stdout.split())
+        assert above in text and "the data stayed in a cache" not in text
+
+
+def test_where_the_time_is_over_the_machine_is_not_measured_and_it_is_said(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A report then has no limits, and nothing is kept."""
+    monkeypatch.setenv("TILEWRIGHT_CACHE", str(tmp_path / "cache"))
+    program, page = write(tmp_path, parse(LINE)), tmp_path / "page.html"
+    monkeypatch.setattr(work, "limit", lambda: None)
+    for verb in ("perf", "explain"):
+        told = invoke(verb, program, "--budget", "0.001", "--json", *(("--html", str(page)) if verb == "perf" else ()))
+        assert told.exit_code == 0, told.output
+        assert "`tilewright devices` measures and keeps them" in told.stderr
+        with monkeypatch.context() as patch:
+            patch.setattr(work, "limit", lambda: 3)
+            threaded = invoke(verb, program, "--budget", "0.001").stderr
+        assert "`tilewright devices --threads 3` measures and keeps them" in threaded
+        found = json.loads(told.stdout)
+        (step,) = found["steps"] if verb == "perf" else found["products"]
+        assert not step["limit_us"] and found["groups"][0]["limit_us"] is None and found["groups"][0]["peak_fraction"] is None
+        text = invoke(verb, program, "--budget", "0.001")
+        assert text.exit_code == 0 and "the limit of this" not in text.stdout and "Sum of limits" not in text.stdout
+    assert "not measured" in page.read_text() and not list((tmp_path / "cache").glob("ceilings-*.json"))
+
+
+def test_what_is_kept_serves_where_there_is_no_time_to_measure_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    from tilewright import deadline
+    from tilewright.hardware.detect import detect
+
+    monkeypatch.setenv("TILEWRIGHT_CACHE", str(tmp_path / "cache"))
+    target = detect("cpu")
+    ceilings._save(ceilings.Record(ceilings._key(target), {"f32": 50.0, "s8": 1.0}, 10.0, 8.0, "9 runnable tasks"), "cpu")
+    monkeypatch.setattr(ceilings, "load_now", lambda device, threads: Load())
+    with deadline.until(0.0):
+        kept = ceilings.with_ceilings(target)
+        assert kept.peak_gops == {"f32": 50.0, "s8": 1.0} and kept.noise
+        raised, (said,) = ceilings.corrected(kept, {"f32": 90.0})
+        assert raised.peak_gops == {"f32": 90.0, "s8": 1.0} and raised.noise
+        assert (
+            said
+            == "the ceiling of f32 was measured too low, 50.0 Gop/s: a kernel reached 90.0; no time is left, and 90.0 is kept"
+        )
+        assert ceilings.with_ceilings(target) == raised
+        with pytest.raises(deadline.OverrunError):
+            ceilings.with_ceilings(target, remeasure=True)
 
 
 def test_rates_are_those_of_whole_products_that_take_long_enough() -> None:

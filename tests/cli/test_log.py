@@ -1,4 +1,4 @@
-"""What the package logs: a program that uses it decides what becomes of it, the command line shows it."""
+"""Logging: a program that uses the package decides what becomes of its messages, the command line shows them."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_the_command_line_shows_lines_and_leaves_logging_as_it_was(
 
 def test_the_package_writes_to_standard_error_in_the_command_line_alone() -> None:
     writers = {
-        "cli/given.py", "cli/untrusted.py", "cli/verbs.py",
+        "cli/errors.py", "cli/given.py", "cli/untrusted.py", "cli/verbs.py",
         "schedule/fork_server.py",  # a helper process, whose standard error its parent reads
     }  # fmt: skip
     assert {str(p.relative_to(SRC)) for p in SRC.rglob("*.py") if "sys.stderr" in p.read_text("utf-8")} == writers

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 
 import numpy as np
@@ -91,17 +90,14 @@ ENDLESS = {"a loop": endless_loop, "a cyclic tree": cyclic_tree, "a catastrophic
 
 @pytest.mark.parametrize("name", ENDLESS)
 def test_what_an_interpreter_runs_is_refused(name: str) -> None:
-    started = time.monotonic()
     with pytest.raises(TilewrightError, match="whose time nothing bounds"):
         tilewright.compile(ENDLESS[name](), budget_s=0, untrusted=True)
-    assert time.monotonic() - started < 20 and not untrusted()
+    assert not untrusted()
 
 
 def test_functions_that_double_end_early() -> None:
-    started = time.monotonic()
     with pytest.raises(InputError, match=f"more than {MOST_OPERATIONS} operations"):
         load(nested(40), STRANGE)
-    assert time.monotonic() - started < 20
     assert load(nested(6), STRANGE).outputs
 
 

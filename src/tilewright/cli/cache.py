@@ -9,8 +9,9 @@ from pathlib import Path
 import click
 
 from tilewright.cli.compile import Compiling, compile_options, compile_program
+from tilewright.cli.errors import interrupted
 from tilewright.cli.given import Given, given_options
-from tilewright.cli.options import WRITTEN, Command, common_options
+from tilewright.cli.options import WRITTEN_JSON, Command, common_options
 from tilewright.cli.show import show
 from tilewright.errors import counted
 
@@ -19,7 +20,9 @@ TUNE_BUDGET_S = 60.0
 
 @click.command(cls=Command, short_help="Choose a program's kernels with more time, and keep the choices.")
 @given_options()
-@click.option("--export", "exported", type=WRITTEN, metavar="F", help="Write the choices as a file, to be taken elsewhere.")
+@click.option(
+    "--export", "exported", type=WRITTEN_JSON, metavar="F.json", help="Write the choices as a file, to be taken elsewhere."
+)
 @click.option("--import", "imported", type=click.Path(path_type=Path), metavar="F", help="Try first what such a file says.")
 @click.option("--retry", is_flag=True, help="Try again what is remembered to have crashed or hung.")
 @common_options
@@ -40,8 +43,9 @@ def tune(
     from tilewright.hardware.detect import detect
     from tilewright.report.explain.tuning import describe_tuning
     from tilewright.report.text.tuning_table import print_tuning
+    from tilewright.schedule.cache import user_cache
     from tilewright.schedule.record import read_records, write_records
-    from tilewright.schedule.tuning_database import TuningDatabase, user_cache
+    from tilewright.schedule.tuning_database import TuningDatabase
 
     hints = () if imported is None else read_records(imported)
     graph = given.load()
@@ -56,7 +60,7 @@ def tune(
         where = cache.file if cache is not None else None
         made = len(database.settled)
         kept = f"{made} {'choice is' if made == 1 else 'choices are'} kept" if where is not None else "nothing is kept"
-        click.echo(f"interrupted after {time.monotonic() - started:.0f} s: {kept}", err=True)
+        interrupted(f"interrupted after {time.monotonic() - started:.0f} s: {kept}")
         raise
     seconds = time.monotonic() - started
     if exported is not None:
@@ -76,16 +80,11 @@ def cache() -> None:
 def info(as_json: bool) -> None:
     """Say where choices are kept, how many, of which chips and versions, and since when; what crashed or hung; and how many
     compiled programs there are."""
-    from msgspec.structs import replace as replace_fields
+    from tilewright.report.explain.cache import describe_cache
+    from tilewright.report.text.cache_table import print_cache
+    from tilewright.schedule.cache import user_cache
 
-    from tilewright.report.explain.tuning import describe_cache
-    from tilewright.report.text.tuning_table import print_cache
-    from tilewright.runtime.programs import kept_programs
-    from tilewright.schedule.tuning_database import user_cache
-
-    sizes = [size for _, size in kept_programs()]
-    report = replace_fields(describe_cache(user_cache()), programs=len(sizes), programs_bytes=sum(sizes))
-    show(report, as_json, print_cache)
+    show(describe_cache(user_cache()), as_json, print_cache)
 
 
 @cache.command(cls=Command)
@@ -93,8 +92,8 @@ def info(as_json: bool) -> None:
 def clear(yes: bool) -> None:
     """Forget every choice, and every compiled program. Machine code stays: it is found by its content."""
     from tilewright.errors import InputError
-    from tilewright.runtime import programs
-    from tilewright.schedule.tuning_database import user_cache
+    from tilewright.runtime import program_folder
+    from tilewright.schedule.cache import user_cache
 
     if not yes and not click.confirm("Forget every choice that was measured?"):
         click.echo("kept")
@@ -105,5 +104,5 @@ def clear(yes: bool) -> None:
         raise InputError(
             "choices cannot be forgotten", where=found and found.unusable, hint="TILEWRIGHT_CACHE names another folder"
         )
-    said = [counted(count, "choice"), *([counted(gone, "program")] if (gone := programs.clear()) else [])]
+    said = [counted(count, "choice"), *([counted(gone, "program")] if (gone := program_folder.clear()) else [])]
     click.echo(f"forgot {' and '.join(said)}")

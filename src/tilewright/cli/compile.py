@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
@@ -14,10 +15,22 @@ import click
 
 from tilewright.cli.errors import BEGAN
 from tilewright.cli.given import Given, progress
-from tilewright.cli.options import NOT_NEGATIVE, W4_GROUP, F, all_of, budget_option, cache_option, device_option, threads_option
+from tilewright.cli.options import (
+    NOT_NEGATIVE,
+    W4_GROUP,
+    F,
+    Whole,
+    all_of,
+    budget_option,
+    cache_option,
+    device_option,
+    threads_option,
+)
+from tilewright.cli.ranks import rank
 from tilewright.cli.untrusted import is_supervised
 from tilewright.digests import begin, limit_bytes, sighted
-from tilewright.errors import InputError, visible
+from tilewright.errors import InputError, say, visible
+from tilewright.files import SAVED
 
 if TYPE_CHECKING:
     import torch
@@ -27,7 +40,6 @@ if TYPE_CHECKING:
     from tilewright.ir.graph import Graph
     from tilewright.program import Program
     from tilewright.report.measure.inputs import Feed
-    from tilewright.report.measure.trace_events import Phases
     from tilewright.report.schema import Quantized
     from tilewright.rules.calibrate import Layer, Scheme
     from tilewright.runtime.executable import Executable
@@ -35,9 +47,10 @@ if TYPE_CHECKING:
     from tilewright.schedule.tuning_database import TuningDatabase
 
 SCHEMES = ("int8", "fp8", "w4")
-SAVED = ".twp"  # suffix of saved programs
 PART = 1 / 30  # of the budget, for timing what was compiled
 LEAST_S, LONGEST_S = 0.2, 6.0
+SOME_S = 1e-3  # of a budget that is used up
+MEASURING_S = 8.0  # for the machine's rates at most, where the budget has no end: twice as long as a quiet one takes, and more
 RANDOM_SEED = 1001  # of random calibration data: not that of the data a program is run on
 RANDOM_WARNING = (
     "calibrated on random inputs: its ranges and its errors say little about real data; give some with --calibration F.npz"
@@ -64,6 +77,7 @@ class Compiling:
         database: the tuning database of `tune`, in place of the usual one.
         after_s: seconds of the budget for what follows compiling.
         trust: run the machine code of a saved program that this user did not sign.
+        mesh: this process is one rank of it; None for a program of one process.
     """
 
     device: str = "cpu"
@@ -81,6 +95,7 @@ class Compiling:
     database: TuningDatabase | None = None
     after_s: float = 0.0
     trust: bool = False
+    mesh: str | None = None
 
     @property
     def budget_s(self) -> float:
@@ -100,7 +115,7 @@ _options = all_of(
     click.option("--fp8", is_flag=True, help="Quantise a float model: f8e4m3fn weights per column and activations."),
     click.option(
         "--w4",
-        type=click.IntRange(min=1),
+        type=Whole(min=1),
         metavar="[=GROUP]",
         help="Quantise a float model's weights to s4 by GROUP of K: --w4=128; --w4 alone is --w4=64.",
     ),
@@ -168,9 +183,19 @@ def _check(how: Compiling, rtol_compares: bool) -> None:
         raise InputError("--fp8-attention is for --fp8 without --per-row", where="command line", hint=hint)
 
 
-def compile_program(graph: Graph, how: Compiling, phases: Phases | None = None) -> tuple[Executable, Quantized | None]:
-    """The program compiled as told, each stage written if that was asked for; and what quantising it chose, if it was. `phases`
-    is told what takes how long.
+def kept_of(how: Compiling, what: str = "the kernels that were chosen are kept") -> Callable[[], str]:
+    """Say `what` is kept of a command that Ctrl-C ends, or that nothing is, where there is no cache."""
+
+    def words() -> str:
+        from tilewright.schedule.cache import user_cache
+
+        return what if how.cache and user_cache() is not None else "nothing is kept"
+
+    return words
+
+
+def compile_program(graph: Graph, how: Compiling) -> tuple[Executable, Quantized | None]:
+    """The program compiled as told, each stage written if that was asked for; and what quantising it chose, if it was.
 
     Raises:
         InputError: the calibration data or the dump folder is no good.
@@ -178,10 +203,12 @@ def compile_program(graph: Graph, how: Compiling, phases: Phases | None = None) 
     from tilewright.compiler import compile
     from tilewright.report.html.picture import Dump
 
-    dump = None if how.dump is None else Dump(how.dump)
+    dump = None if how.dump is None or (how.mesh is not None and rank()) else Dump(how.dump)
     warn_of_random(how)
     budget_s = left_of(how.budget_s, how.after_s)
-    with progress("calibrating and choosing kernels" if how.scheme else "choosing kernels", budget_s or None) as show:
+    what = "calibrating and choosing kernels" if how.scheme else "choosing kernels"
+    kept = kept_of(how, "what was measured until then is kept") if how.database is None else None  # `tune` counts them itself
+    with progress(what, budget_s or None, kept) as show:
         quantize = None if how.scheme is None else _quantization(graph, how)
         program = compile(
             graph,
@@ -191,11 +218,10 @@ def compile_program(graph: Graph, how: Compiling, phases: Phases | None = None) 
             half=how.half,
             excess_precision=how.excess_precision,
             cache=how.database if how.database is not None else how.cache,
-            progress=show if phases is None else both(phases.progress, show),
-            visit=dump if phases is None else both(phases.visit, dump),
+            mesh=how.mesh,
+            progress=show,
+            visit=dump,
         )
-    if phases is not None:
-        phases.began("")
     return program, _described(program.layers, how)
 
 
@@ -219,9 +245,15 @@ def warn_of_random(how: Compiling) -> None:
 
 
 def left_of(budget_s: float, after_s: float = 0.0) -> float:
-    """Seconds left of a budget that counts from the command on, once so many are kept for what follows."""
+    """Seconds left of a budget that counts from the command on, once so many are kept for what follows; of any but 0, which
+    leaves nothing out, `SOME_S` at least."""
+    return max(SOME_S, ends_of(budget_s) - time.monotonic() - after_s) if budget_s > 0 else 0.0
+
+
+def ends_of(budget_s: float) -> float:
+    """The end of a budget that counts from the command on, on the clock of `time.monotonic`; infinity for one of 0."""
     began = click.get_current_context().find_root().meta.get(BEGAN, time.monotonic())
-    return max(0.0, began + budget_s - time.monotonic() - after_s) if budget_s > 0 else 0.0
+    return began + budget_s if budget_s > 0 else math.inf
 
 
 @dataclass(frozen=True)
@@ -243,14 +275,23 @@ class Ready:
     keep: Callable[[], None]
 
 
-def ready(given: Given, how: Compiling, phases: Phases | None = None, *, data: bool = False, timed: bool = False) -> Ready:
+def ready(
+    given: Given,
+    how: Compiling,
+    *,
+    data: bool = False,
+    timed: bool = False,
+    after_s: Callable[[Graph], float] = lambda graph: 0.0,
+) -> Ready:
     """The program that a verb is about and, with `data`, what it runs on: one that was kept, or read and compiled as told.
-    With `timed`, part of the budget is left for timing it.
+    With `timed`, part of the budget is left for timing it; `after_s` says how many seconds for what else follows.
 
     Raises:
         InputError: as `Given.load`, `Given.feeds` and `program_of`.
     """
-    place = None if phases is not None or how.dump is not None else _place(given, how)
+    if how.mesh is not None and given.file.suffix.lower() == SAVED:
+        return _saved_on_mesh(given, how, data=data)
+    place = None if how.dump is not None else _place(given, how)
     found = None if place is None else place.find(how.budget_s)
     if found is not None:
         program, graph = found
@@ -258,34 +299,91 @@ def ready(given: Given, how: Compiling, phases: Phases | None = None, *, data: b
         warn_of_random(how)
         return Ready(program, _described(program.layers, how), graph, feeds, lambda: None)
     with nullcontext() if place is None else place.reading():
-        graph = given.load()
-    feeds = given.feeds(graph) if data else []
-    program, quantized = program_of(given.file, graph, before_timing(how) if timed else how, phases)
+        graph = given.load(mesh=how.mesh)
+        if how.mesh is not None:
+            graph = _placed(graph, how.mesh)
+    feeds = given.feeds(graph) if data and how.mesh is None else []
+    told = before_timing(how) if timed else how
+    program, quantized = program_of(given.file, graph, replace(told, after_s=told.after_s + after_s(graph)))
+    if data and how.mesh is not None:
+        feeds = _parts(program, given, graph)
 
     def keep() -> None:
         if place is not None:
-            place.keep(program, graph, how.budget_s)
+            with progress("keeping the program for its next use", kept=lambda: "the report is whole"):
+                place.keep(program, graph, how.budget_s)
 
     return Ready(program, quantized, graph, feeds, keep)
 
 
+def _saved_on_mesh(given: Given, how: Compiling, *, data: bool) -> Ready:
+    """Read this rank's program of those that were saved together, `model.0-of-2.twp` for `model.twp`, and what it runs on.
+
+    Raises:
+        InputError: as `load_on_mesh`, or an option would do nothing.
+    """
+    from tilewright.on_mesh import load_on_mesh
+    from tilewright.report.measure.simulate import whole_inputs
+
+    _refuse_idle(given.file, how)
+    if given.input_dims or given.batch is not None or given.dims or given.fixed:
+        raise InputError("the shapes of a saved program are settled", where=str(given.file), hint="compile its source")
+    program = load_on_mesh(given.file, how.mesh, device=how.device, trust=how.trust)
+    feeds = _parts(program, given, whole_inputs(program.source)) if data else []
+    return Ready(program, None, program.source, feeds, lambda: None)
+
+
+def _parts(program: Executable, given: Given, graph: Graph) -> list[Feed]:
+    """Take this rank's parts of what was given, or drawn for a graph with whole inputs."""
+    from tilewright.on_mesh import MeshProgram
+
+    assert isinstance(program, MeshProgram)
+    with program.team.working():  # what an input meets may come from other ranks
+        return [replace(f, value=program.part(f.shown.name, f.value)) for f in given.feeds(graph)]
+
+
+def _placed(graph: Graph, mesh: str) -> Graph:
+    """A program for a mesh; one over whole tensors that places nothing has the places of `plan_for`, as for `--simulate`."""
+    from tilewright.ir.mesh import Mesh
+    from tilewright.ir.ops import Place
+    from tilewright.ir.verify import mesh_axes
+    from tilewright.rules.shard import plan_for
+
+    if graph.local or mesh_axes(graph.outputs) or any(isinstance(n.op, Place) for n in graph.nodes()):
+        return graph
+    made = plan_for(replace(graph, mesh=Mesh.parse(mesh)))
+    if rank() == 0:
+        say(made.notes[-1])
+    return made
+
+
 def _place(given: Given, how: Compiling) -> Place[Program] | None:
     """The place of the program among those that are kept; None if it has none."""
-    if given.dims or not how.cache or how.database is not None or how.trust or is_supervised() or not given.file.is_file():
+    if (
+        given.dims
+        or how.mesh is not None
+        or not how.cache
+        or how.database is not None
+        or how.trust
+        or is_supervised()
+        or not given.file.is_file()
+    ):
         return None
+    from tilewright.hardware.awake import wake
+
     begin(given.file, limit_bytes())  # while what follows is imported
+    wake(how.device)
     from tilewright.hardware.detect import detect
     from tilewright.program import Program
     from tilewright.runtime.programs import place_of
 
-    quantized: dict[str, object] = {}
+    asked: dict[str, object] = {"half": how.half}  # as `compiler` asks: one process takes what the other kept
     if how.scheme is not None:
         data = [s and s.digest() for s in sighted(how.calibration)]
         if None in data:
             return None
         named = {n: getattr(how, n) for n in ("scheme", "group", "per_row", "fp8_attention", "rtol")}
-        quantized = {"command": named, "batches": data or RANDOM_SEED}
-    asked = {"half": how.half, "quantize": quantized}
+        asked["quantize"] = {"command": named, "batches": data or RANDOM_SEED}
     return place_of(given.file, given.options(), detect(how.device), Program, excess_precision=how.excess_precision, how=asked)
 
 
@@ -299,7 +397,7 @@ def _described(layers: Sequence[Layer], how: Compiling) -> Quantized | None:
     return describe_quantization(_scheme(how), data, layers)
 
 
-def program_of(file: Path, graph: Graph, how: Compiling, phases: Phases | None = None) -> tuple[Executable, Quantized | None]:
+def program_of(file: Path, graph: Graph, how: Compiling) -> tuple[Executable, Quantized | None]:
     """The program of a file: read back where it was saved compiled, else compiled as told (`compile_program`).
 
     With --untrusted a saved program is compiled from its graph.
@@ -310,9 +408,21 @@ def program_of(file: Path, graph: Graph, how: Compiling, phases: Phases | None =
     if file.suffix.lower() != SAVED:
         if how.trust:
             raise InputError("--trust is for a saved program", where=str(file), hint=f"a {SAVED} file")
-        return compile_program(graph, how, phases)
+        return compile_program(graph, how)
     if is_supervised():
-        return compile_program(graph, how, phases)
+        return compile_program(graph, how)
+    _refuse_idle(file, how)
+    from tilewright.program import load_program
+
+    return load_program(file, trust=how.trust, device=how.device, budget_s=left_of(how.budget_s, how.after_s)), None
+
+
+def _refuse_idle(file: Path, how: Compiling) -> None:
+    """See that no option is for what is compiled already.
+
+    Raises:
+        InputError: one is.
+    """
     idle = {
         "--int8, --fp8 and --w4": how.scheme is not None,
         "--fp16 and --bf16": how.half is not None,
@@ -322,9 +432,6 @@ def program_of(file: Path, graph: Graph, how: Compiling, phases: Phases | None =
     for names, given in idle.items():
         if given:
             raise InputError(f"{names}: this program is compiled already", where=str(file), hint="compile its source")
-    from tilewright.program import load_program
-
-    return load_program(file, trust=how.trust, device=how.device, budget_s=left_of(how.budget_s, how.after_s)), None
 
 
 def _quantization(graph: Graph, how: Compiling) -> Quantization:
@@ -374,23 +481,17 @@ def _tensors(graph: Graph, values: Mapping[str, object], path: Path | None) -> d
     return found
 
 
-def both(first: Callable[..., None], second: Callable[..., None] | None) -> Callable[..., None]:
-    """One call for two listeners, the second of which may be absent."""
-
-    def told(*said: Any) -> None:
-        first(*said)
-        if second is not None:
-            second(*said)
-
-    return told
-
-
-def measured_ceilings(program: Executable, times_us: Sequence[float | None] | None = None) -> Target:
+def measured_ceilings(program: Executable, times_us: Sequence[float | None] | None = None, *, ends: float = math.inf) -> Target:
     """The program's target with its measured rates. Those that a product was seen to exceed, in the times given for each step
-    or else in those that decided, are measured again, which is said."""
+    or else in those that decided, are measured again, which is said. They stay out past `ends`, by `time.monotonic`, and with
+    a budget of 0, which has no end, after `MEASURING_S`; that is said, too."""
+    from tilewright import deadline
     from tilewright.report.measure import work
 
-    with progress("measuring the machine") if times_us is None else nullcontext():  # steps are timed under a bar of their own
+    ends = min(ends, time.monotonic() + MEASURING_S)
+
+    bar = progress("measuring the machine") if times_us is None else nullcontext()  # steps are timed under a bar of their own
+    with bar, deadline.until(ends):
         target, said = work.measured_ceilings(program, times_us)
     for sentence in said:
         click.echo(f"note: {visible(sentence)}", err=True)

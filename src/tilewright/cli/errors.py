@@ -2,28 +2,34 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import errno
 import logging
 import os
 import signal
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Generator
 from types import FrameType
+from typing import Any, NoReturn
 
 import click
 
-from tilewright.errors import LOGGER, TilewrightError, visible
+from tilewright.cli.ranks import PEER, rank
+from tilewright.errors import LOGGER, PeerError, TilewrightError, visible
 
 BEGAN = "tilewright.began"  # of a command's context: when the command began, by `time.monotonic`
 DIFFERS = 1
 BAD_INPUT = 2
 BUG = 70
+UNWRITTEN = 120  # as Python has it: what was printed could not be written as it ended
 INTERRUPTED = 130
 CLOSED_PIPE = 141
 _TRACEBACK = "tilewright.traceback"
+_TOLD = "tilewright.told"  # of a command's context: what Ctrl-C ended was said
 NO_SPACE = "no space left where the output goes\n  try: another place, or free some"
 # What torch says when memory runs out, in place of a MemoryError.
 _OUT_OF_MEMORY = ("can't allocate memory", "not enough memory", "CUDA out of memory", "failed to map segment")
@@ -47,11 +53,15 @@ class Group(click.Group):
             raise
         except (click.exceptions.Exit, click.Abort):
             raise
+        except PeerError as error:
+            _say(ctx, str(error))
+            _end_at_once(PEER)
         except TilewrightError as error:
             _say(ctx, str(error))
             ctx.exit(BAD_INPUT)
         except KeyboardInterrupt:
-            click.echo(err=True)
+            if not ctx.meta.get(_TOLD):
+                interrupted("interrupted")
             ctx.exit(INTERRUPTED)
         except BrokenPipeError:
             _discard_output()
@@ -70,6 +80,16 @@ class Group(click.Group):
                 f"{type(error).__name__}: {said}\n  this is a bug in Tilewright: please report it with what --traceback shows",
             )
             ctx.exit(BUG)
+
+
+def interrupted(said: str) -> None:
+    """Say how far a command had come that Ctrl-C ends: once, on a line of its own."""
+    meta = click.get_current_context().find_root().meta
+    if meta.get(_TOLD):
+        return
+    meta[_TOLD] = True
+    begun = "\n" if sys.stderr.isatty() else ""  # a terminal shows ^C
+    click.echo(f"{begun}{visible(said)}", err=True)
 
 
 class _OnStandardError(logging.Handler):
@@ -127,16 +147,42 @@ def _interrupted(number: int, frame: FrameType | None) -> None:
     signal.default_int_handler(number, frame)
 
 
+def leave(code: int) -> None:
+    """End the process as Python does: threads joined, functions at exit called, output written. But its objects, with torch a
+    million, are the system's to clear away: taking them apart takes a third of a second. Return where somebody watches Python,
+    who may have something to say at its end."""
+    monitoring: Any = getattr(sys, "monitoring", None)  # since 3.12
+    tools = () if monitoring is None else map(monitoring.get_tool, range(6))
+    if sys.flags.inspect or sys.getprofile() or sys.gettrace() or any(tools):
+        return
+    getattr(threading, "_shutdown")()  # noqa: B009 - typeshed does not declare it
+    getattr(atexit, "_run_exitfuncs")()  # noqa: B009
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except (OSError, ValueError):
+            code = code or UNWRITTEN
+    os._exit(code)
+
+
 def _discard_output() -> None:
     """Point standard output at nothing, so that what its buffer still holds does not fail once more when Python exits."""
     with contextlib.suppress(OSError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
+def _end_at_once(code: int) -> NoReturn:
+    """End the process without waiting for threads that wait for other ranks."""
+    with contextlib.suppress(OSError, ValueError):
+        sys.stdout.flush()
+    os._exit(code)
+
+
 def _say(ctx: click.Context, message: str) -> None:
     if ctx.meta.get(_TRACEBACK):
         click.echo(visible(traceback.format_exc()), err=True, nl=False)
-    click.echo(f"{click.style('error:', fg='red', bold=True)} {visible(message)}", err=True)
+    of = f"rank {rank()}: " if rank() else ""
+    click.echo(f"{of}{click.style('error:', fg='red', bold=True)} {visible(message)}", err=True)
 
 
 def _remember(ctx: click.Context, parameter: click.Parameter, value: bool) -> None:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
-from tilewright.cli.compile import Compiling, before_timing, compile_program
+from tilewright.cli.compile import Compiling, before_timing, compile_program, ends_of
 from tilewright.cli.errors import DIFFERS
 from tilewright.cli.given import progress
 from tilewright.cli.options import (
@@ -21,6 +22,7 @@ from tilewright.cli.options import (
     everything_option,
     fill_options,
     iterations_option,
+    simulated_options,
     threads_option,
 )
 from tilewright.cli.show import measure_program, show, show_perf
@@ -62,6 +64,7 @@ class _GemmCommand(Command):
 @fill_options
 @click.option("--perf", "timed", is_flag=True, help="Time it and print the performance report.")
 @click.option("--weights", is_flag=True, help="The right operand, its scales and the bias are constants, packed beforehand.")
+@simulated_options
 @cache_option
 @iterations_option
 @everything_option
@@ -75,6 +78,8 @@ def gemm(
     seed: int,
     timed: bool,
     weights: bool,
+    ranks: str | None,
+    simulate: bool,
     cache: bool,
     iterations: int | None,
     everything: bool,
@@ -105,27 +110,51 @@ def gemm(
     graph = parse(problem)
     check_memory(graph)
     feeds = make_feeds(graph, seed=seed, fill0=fill0, fill1=fill1)
+    if ranks is not None or simulate:
+        from tilewright.cli.simulated import of_graph
+        from tilewright.report.text.other_tables import print_verify
+
+        idle = {"--perf": timed, "--weights": weights, "--no-cache": not cache, "--device": device != "cpu"}
+        verified = of_graph(graph, problem, ranks, simulate, idle, lambda _: feeds)
+        show(verified, as_json, print_verify)
+        if not verified.verified:
+            click.get_current_context().exit(DIFFERS)
+        return
+    if any(n.op.name == "place" for n in graph.nodes()):
+        raise InputError("extents are split, and there is no mesh", where=repr(problem), hint="--mesh tp=4 --simulate")
     names = {f.shown.name for f in feeds}
     if weights:
         graph, feeds = baked(graph, feeds, [f.shown.name for f in feeds if f.shown.name.startswith("b")])
     elif names >= {"b_scale"} and "a_scale" not in names:
         click.echo(f"note: {NOT_CONSTANT}", err=True)
     how = Compiling(device, GEMM_BUDGET_S if budget is None else budget, cache=cache)
-    program, _ = compile_program(graph, before_timing(how) if timed else how)
+    program, _ = compile_program(graph, before_timing(how) if timed else before_checking(how, graph))
     if timed:
         show_perf(measure_program(program, problem, feeds, how, iterations), everything, as_json)
         return
     from tilewright.report.explain.explain import account
     from tilewright.report.text.other_tables import print_gemm
 
-    report = account(program, problem, feeds)
+    report = account(program, problem, feeds, ends_of(how.budget_s))
     show(report, as_json, print_gemm)
     if not report.verified:
         click.get_current_context().exit(DIFFERS)
 
 
+def before_checking(how: Compiling, graph: Graph) -> Compiling:
+    """The options that leave time of the budget for comparing the product as a whole, but no more than a part of it."""
+    from tilewright.ir.ops import Gemm
+    from tilewright.schedule.expected import expected_s
+    from tilewright.schedule.problem import Problem, problem_of
+
+    problems = [problem_of(n) for n in graph.nodes() if isinstance(n.op, Gemm)]
+    whole_s = sum(expected_s(p) for p in problems if isinstance(p, Problem))
+    return replace(how, after_s=min(whole_s, CHECK * how.budget_s))
+
+
 _RANGE = re.compile(r"(\d{1,15})\s*\.\.\s*(\d{1,15})(?!\d)")
 ROWS_BUDGET_S = 60.0
+CHECK = 0.2  # of the budget, for the comparison that follows the search
 
 
 def row_range(problem: str) -> tuple[int, int] | None:
@@ -154,7 +183,11 @@ def table_of_rows(
     seed: int,
     as_json: bool,
 ) -> None:
-    """Make the table and print it: which kernel serves which rows of `problem`, whose right operand is a constant."""
+    """Make the table and print it: which kernel serves which rows of `problem`, whose right operand is a constant.
+
+    Raises:
+        InputError: the range changes a weight, or the inputs fit no memory.
+    """
     from tilewright.ir.ops import Input
     from tilewright.m_dispatch import compile_rows
     from tilewright.report.measure.inputs import baked, check_memory, make_feeds

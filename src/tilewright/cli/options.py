@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import re
+import shlex
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -11,7 +13,9 @@ from typing import Any, TypeVar
 import click
 
 from tilewright.cli.errors import traceback_option
+from tilewright.cli.ranks import as_rank, rank, start
 from tilewright.cli.untrusted import GIB, SECONDS, is_supervised, limit_this_process, supervise
+from tilewright.errors import InputError
 from tilewright.files import require_writable
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -20,14 +24,14 @@ INPUT_DIM = "--input-dim"
 W4_GROUP = 64
 
 
-_ARGUMENTS = "tilewright.arguments"
+ARGUMENTS = "tilewright.arguments"  # in a context's meta: those of the verb, as they were given
 
 
 class Command(click.Command):
     """A verb. `--input-dim @NAME D D …` takes every name and number that follows it; `--w4` takes none."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        ctx.meta[_ARGUMENTS] = list(args)
+        ctx.meta[ARGUMENTS] = list(args)
         return super().parse_args(ctx, gather_dims(bare_w4(args, ctx)))
 
     def invoke(self, ctx: click.Context) -> Any:
@@ -36,16 +40,22 @@ class Command(click.Command):
         if untrusted:
             if not is_supervised():
                 limits = SECONDS if seconds is None else seconds, GIB if gib is None else gib
-                ctx.exit(supervise(str(ctx.info_name), ctx.meta[_ARGUMENTS], *limits))
+                ctx.exit(supervise(str(ctx.info_name), ctx.meta[ARGUMENTS], *limits))
             limit_this_process()
         elif seconds is not None or gib is not None:
             raise click.UsageError("--time-limit and --memory-limit belong to --untrusted", ctx)
         if threads is not None:
-            from tilewright.threads import adopt, check
+            from tilewright.threads import adopt, valid_count
 
-            check(threads)
+            valid_count(threads)
             adopt(threads)
-        return super().invoke(ctx)
+        mesh = ctx.params.get("mesh")
+        if mesh is None:
+            return super().invoke(ctx)
+        if rank() is None:
+            ctx.exit(start(str(ctx.info_name), ctx.meta[ARGUMENTS], mesh))
+        with as_rank():
+            return super().invoke(ctx)
 
 
 def bare_w4(args: Sequence[str], ctx: click.Context) -> list[str]:
@@ -105,28 +115,57 @@ class _Dims(click.ParamType):  # pyright: ignore[reportMissingTypeArgument] - ge
         return shapes
 
 
+UNITS = {"SECONDS": " of seconds", "GIB": " of GiB"}
+
+
 class _NotNegative(click.FloatRange):
     """A number of 0 or more. NaN is none: whatever is compared with it passes."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
-        found = float(super().convert(value, param, ctx))
-        if found != found:
-            self.fail("nan is no number", param, ctx)
+        try:
+            found = float(value)
+        except ValueError:
+            found = math.nan
+        if not found >= 0:
+            unit = UNITS.get(str(getattr(param, "metavar", "")), "")
+            self.fail(f"{str(value)!r} is no number{unit} from 0 on", param, ctx)
         return found
 
 
+class Whole(click.IntRange):
+    """A whole number from `min` on, up to `max` if there is one."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        try:
+            return int(super().convert(value, param, ctx))
+        except click.BadParameter:
+            least = int(self.min or 0)
+            which = f"from {least} on" if self.max is None else f"from {least} to {int(self.max)}"
+            self.fail(f"{str(value)!r} is no whole number {which}", param, ctx)
+
+
 class _Written(click.ParamType):  # pyright: ignore[reportMissingTypeArgument] - generic only in click 8.5 and later
-    """A file that can be written: seen before the work whose result it is to hold."""
+    """A file that can be written: seen before the work whose result it is to hold. Its name has one of some suffixes, of which
+    the first is named in errors, or none."""
 
     name = "path"
 
+    def __init__(self, *suffixes: str) -> None:
+        self._suffixes = suffixes
+
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Path:
-        require_writable(Path(value))
-        return Path(value)
+        path = Path(value)
+        if self._suffixes and path.suffix and path.suffix.lower() not in self._suffixes:
+            option, (suffix, *_) = "" if param is None else f"{param.opts[0]} ", self._suffixes
+            hint = f"{option}{shlex.quote(str(path.with_suffix(suffix)))}"
+            raise InputError(f"what is written is {suffix}, not {path.suffix}", where=str(path), hint=hint)
+        require_writable(path)
+        return path
 
 
 NOT_NEGATIVE = _NotNegative(min=0)
 WRITTEN = _Written()
+WRITTEN_ARRAYS, WRITTEN_PAGE, WRITTEN_JSON = _Written(".npz"), _Written(".html", ".htm"), _Written(".json")
 
 
 def _merged(ctx: click.Context, param: click.Parameter, value: tuple[Shapes, ...]) -> dict[str, tuple[int, ...]]:
@@ -160,7 +199,7 @@ budget_option = click.option(
 )
 threads_option = click.option(
     "--threads",
-    type=click.IntRange(min=1),
+    type=Whole(min=1),
     metavar="N",
     help="Threads on a CPU; as many as torch takes if not given, but no more than the machine has for this process.",
 )
@@ -168,12 +207,17 @@ cache_option = click.option("--no-cache", "cache", flag_value=False, default=Tru
 iterations_option = click.option(
     "--iterations",
     "-n",
-    type=click.IntRange(min=1),
+    type=Whole(min=1),
     metavar="N",
     help="Timed runs; as many as a few seconds allow if not given.",
 )
 everything_option = click.option(
-    "--all", "everything", is_flag=True, help="List views, every step of a long program, and long problems whole."
+    "--all", "-v", "everything", is_flag=True, help="Leave nothing out: every step and view, every candidate, problems whole."
+)
+
+simulated_options = all_of(
+    click.option("--mesh", "ranks", metavar="AXIS=N,…", help="With --simulate: the mesh, such as tp=512 or dp=2,tp=4."),
+    click.option("--simulate", is_flag=True, help="Run all ranks of a mesh in this process; compare what they give together."),
 )
 
 
@@ -209,7 +253,7 @@ class _Bounds(click.ParamType):  # pyright: ignore[reportMissingTypeArgument] - 
 
 file_options = all_of(
     click.argument("file", type=_PATH),
-    click.option("--batch", type=click.IntRange(min=1), metavar="N", help="Value of a symbolic first axis."),
+    click.option("--batch", type=Whole(min=1), metavar="N", help="Value of a symbolic first axis."),
     click.option(
         INPUT_DIM,
         "input_dims",
@@ -268,9 +312,7 @@ file_options = all_of(
 fill_options = all_of(
     click.option("--fill0", multiple=True, metavar="NAME", help="Fill an input with 0 instead of random data; repeatable."),
     click.option("--fill1", multiple=True, metavar="NAME", help="Fill an input with 1 instead of random data; repeatable."),
-    click.option(
-        "--seed", type=click.IntRange(0, (1 << 63) - 1), metavar="N", default=0, show_default=True, help="Of the random data."
-    ),
+    click.option("--seed", type=Whole(0, (1 << 63) - 1), metavar="N", default=0, show_default=True, help="Of the random data."),
 )
 inputs_option = click.option(
     "--inputs",

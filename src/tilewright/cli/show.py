@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 import click
 
-from tilewright.cli.compile import Compiling, measured_ceilings, timing_s
+from tilewright.cli.compile import Compiling, ends_of, kept_of, measured_ceilings, timing_s
 from tilewright.cli.given import progress
+from tilewright.cli.options import ARGUMENTS
 
 if TYPE_CHECKING:
     import msgspec
@@ -17,10 +20,11 @@ if TYPE_CHECKING:
 
     from tilewright.report.measure.inputs import Feed
     from tilewright.report.measure.perf import Measured
-    from tilewright.report.schema import Quantized
+    from tilewright.report.schema import Explain, Perf, Quantized
     from tilewright.runtime.executable import Executable
 
 R = TypeVar("R", bound="msgspec.Struct")
+A = TypeVar("A", "Perf", "Explain")
 
 
 def show(report: R, as_json: bool, printer: Callable[[Console, R], None]) -> None:
@@ -35,6 +39,17 @@ def show(report: R, as_json: bool, printer: Callable[[Console, R], None]) -> Non
     printer(console(), report)
 
 
+def by_command(report: A) -> A:
+    """The report with the command that is running."""
+    from msgspec import structs
+
+    context = click.get_current_context()
+    words = ["tilewright", str(context.info_name), *context.meta.get(ARGUMENTS, [])]
+    return (
+        report if report.made is None else structs.replace(report, made=structs.replace(report.made, command=shlex.join(words)))
+    )
+
+
 def measure_program(
     program: Executable,
     name: str,
@@ -45,10 +60,18 @@ def measure_program(
 ) -> Measured:
     """Time a program and its steps with a progress bar, and compare them with the machine's ceilings."""
     from tilewright.report.measure.perf import measure
+    from tilewright.report.measure.timing import device_us
 
-    ceilings, check = measured_ceilings(program), partial(measured_ceilings, program)
-    with progress("timing steps") as bar:
-        return measure(
+    ends = ends_of(how.budget_s)
+    if how.mesh is not None:
+        from tilewright.on_mesh import MeshProgram
+
+        assert isinstance(program, MeshProgram)
+        program.measure_links()
+    ceilings = measured_ceilings(program, ends=ends)
+    check = None if how.mesh is not None or not ceilings.peak_gops else partial(measured_ceilings, program, ends=ends)
+    with progress("timing steps", kept=kept_of(how)) as bar:
+        measured = measure(
             program,
             name,
             feeds,
@@ -58,7 +81,10 @@ def measure_program(
             progress=bar,
             quantized=quantized,
             check=check,
+            timer=getattr(program, "timer", device_us),
+            ends=ends,
         )
+    return replace(measured, report=by_command(measured.report))
 
 
 def show_perf(measured: Measured, everything: bool, as_json: bool) -> None:
