@@ -5,7 +5,8 @@
 Each program is compiled (every kernel checked before it may win), its results are checked against the oracle's for the program
 as it was read, and it is timed; beside it stand the least time this machine's
 measured ceilings allow, and torch or onnxruntime on the same program. A peer runs in a process of its own, so that two thread
-pools never share one; peer and product take turns, and the median of the rounds counts.
+pools never share one; peer and product take turns, and the median of the rounds counts. Rounds in which other programs wanted
+the cores are repeated for a while, and count only where that does not help: then the row says so.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ import click
 
 HERE = Path(__file__).parent
 ROUNDS = 3
+WITHIN_S = 20.0  # for rounds of one program, where other programs disturb some
 SECONDS_A_ROUND = 0.7
 BUDGET_S = 15.0
 
@@ -41,7 +43,7 @@ class Program:
 
 @dataclass(frozen=True)
 class Row:
-    """One line of the scoreboard; times in µs."""
+    """One line of the scoreboard; times in µs. `noise` says why they are not reliable, "" if they are."""
 
     program: str
     what: str
@@ -52,6 +54,16 @@ class Row:
     peer: str
     peer_us: float | None
     note: str = ""
+    noise: str = ""
+    limits_noise: str = ""
+
+
+@dataclass(frozen=True)
+class Turn:
+    """Times of a program in one round: their median in µs, and why they are not reliable, "" if they are."""
+
+    us: float
+    noise: str = ""
 
 
 def _hlo(name: str) -> Callable[[Path], Any]:
@@ -127,16 +139,51 @@ PROGRAMS: Sequence[Program] = (
 )
 
 
-def median_us(run: Callable[[], object], seconds: float = SECONDS_A_ROUND) -> float:
-    """Median time of a call, after one to warm up, over as many as fit in `seconds` (three at least)."""
+def timed(run: Callable[[], object], what: str = "", seconds: float = SECONDS_A_ROUND) -> Turn:
+    """Time calls after one to warm up, as many as fit in `seconds` (three at least), and watch the machine meanwhile.
+
+    `what` names the calls where times far apart are noise, too; "" where they are not.
+    """
+    from tilewright.hardware.load import Meter
+    from tilewright.schedule.race import scatter
+    from tilewright.threads import count
+
     run()
     times: list[float] = []
+    meter = Meter("cpu", count())
     began = time.perf_counter()
     while len(times) < 3 or time.perf_counter() - began < seconds:
         start = time.perf_counter()
         run()
-        times.append(time.perf_counter() - start)
-    return 1e6 * statistics.median(times)
+        times.append(1e6 * (time.perf_counter() - start))
+    return Turn(statistics.median(times), meter.load().noise or (scatter(what, times) if what else ""))
+
+
+def in_turns(ours: Callable[[], Turn], theirs: Callable[[], Turn | None]) -> tuple[Turn, Turn | None]:
+    """Time both in turns: `ROUNDS` rounds that nothing disturbed, or as many as end within `WITHIN_S`, `ROUNDS` at least.
+
+    Returns:
+        The medians of quiet rounds if there are `ROUNDS` of them, else of all, with why these are not reliable. None for a peer
+        that cannot run.
+    """
+    rounds: list[tuple[Turn, Turn | None]] = []
+    quiet: list[tuple[Turn, Turn | None]] = []
+    began = time.monotonic()
+    while len(quiet) < ROUNDS:
+        if len(rounds) >= ROUNDS and (time.monotonic() - began) * (1 + 1 / len(rounds)) > WITHIN_S:
+            break
+        mine = ours()
+        peer = theirs() if not rounds or rounds[-1][1] is not None else None
+        rounds.append((mine, peer))
+        if not mine.noise and (peer is None or not peer.noise):
+            quiet.append(rounds[-1])
+    counted = quiet if len(quiet) >= ROUNDS else rounds
+    return _median([mine for mine, _ in counted]), _median([t for _, t in counted if t is not None]) if counted[-1][1] else None
+
+
+def _median(turns: Sequence[Turn]) -> Turn:
+    """The median of turns, with the last one's noise of those that have any."""
+    return Turn(statistics.median(t.us for t in turns), next((t.noise for t in reversed(turns) if t.noise), ""))
 
 
 class Peer:
@@ -148,8 +195,8 @@ class Peer:
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
         )
 
-    def ask(self) -> tuple[float | None, str]:
-        """One round: median µs, or None and why not."""
+    def ask(self) -> tuple[Turn | None, str]:
+        """One round, or None and why not."""
         assert self._process.stdin is not None and self._process.stdout is not None
         try:
             self._process.stdin.write("\n")
@@ -160,7 +207,7 @@ class Peer:
         if not line:
             assert self._process.stderr is not None
             return None, (self._process.stderr.read().strip().splitlines() or ["it stopped"])[-1][:120]
-        return float(line), ""
+        return Turn(**json.loads(line)), ""
 
     def close(self) -> None:
         """End the process."""
@@ -173,13 +220,14 @@ def answer_as_peer(key: str, out: Path) -> None:
     program = next(p for p in PROGRAMS if p.key == key)
     run = program.run_peer(program.source(out))
     for _ in sys.stdin:
-        click.echo(f"{median_us(run):.3f}")
+        click.echo(json.dumps(asdict(timed(run))))
 
 
 def run_program(program: Program, out: Path, tell: Callable[[str], None]) -> Row:
     """Compile, check and time one program, beside its peer."""
     import tilewright
     from tilewright.hardware.ceilings import with_ceilings
+    from tilewright.report.explain.choices import provisional_words
     from tilewright.report.measure.inputs import make_feeds
     from tilewright.report.measure.perf import bind
     from tilewright.report.measure.verify import verify_program
@@ -195,38 +243,54 @@ def run_program(program: Program, out: Path, tell: Callable[[str], None]) -> Row
     checked = verify_program(compiled, program.key, feeds, steps=False)
     inputs = bind(compiled, feeds)
     tell("timing")
-    ours: list[float] = []
-    theirs: list[float] = []
     wrong = checked.first_difference
     note = "" if wrong is None else f"{wrong.name} differs from the oracle: {wrong.why}"
     peer = Peer(program.key, out)
+
+    def theirs() -> Turn | None:
+        nonlocal note
+        turn, why = peer.ask()
+        if turn is None:
+            note = note or f"{program.peer}: {why}"
+        return turn
+
     try:
-        for _ in range(ROUNDS):
-            ours.append(median_us(lambda: compiled.run(inputs)))
-            us, why = peer.ask()
-            if us is None:
-                note = note or f"{program.peer}: {why}"
-                break
-            theirs.append(us)
+        own, other = in_turns(lambda: timed(lambda: compiled.run(inputs), "calls of the program"), theirs)
     finally:
         peer.close()
     ceilings = with_ceilings(compiled.target)
     limit = sum(work_of(step).limit_us(ceilings) for step in compiled.steps)
+    noise = own.noise or ("" if other is None else other.noise)
+    chosen = provisional_words([s.decision for s in compiled.steps if s.decision is not None])
     return Row(
         program.key,
         program.what,
         checked.verified,
         sum(step.part.kind != "view" for step in compiled.steps),
-        statistics.median(ours),
+        own.us,
         limit,
         program.peer,
-        statistics.median(theirs) if theirs else None,
+        None if other is None else other.us,
         note,
+        "; ".join(words for words in (noise, chosen) if words),
+        ceilings.noise,
     )
 
 
+def noisy_words(rows: Sequence[Row]) -> list[str]:
+    """The sentences over the table on what is not reliable in it, and what to do; none where all is."""
+    from tilewright.report.text.tables import noise_words
+
+    noisy = [r for r in rows if r.noise]
+    said = noise_words(noisy[0].noise if noisy else "", next((r.limits_noise for r in rows if r.limits_noise), ""))
+    if noisy:
+        which = "All rows were" if len(noisy) == len(rows) else f"{len(noisy)} of {len(rows)} rows, marked ~, were"
+        said.append(f"{which} taken in noise. Run it again when the machine is quiet.")
+    return said
+
+
 def scoreboard(rows: Sequence[Row], machine: str) -> Any:
-    """The table."""
+    """The table; times taken in noise have a mark."""
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
@@ -238,14 +302,15 @@ def scoreboard(rows: Sequence[Row], machine: str) -> Any:
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("peer", no_wrap=True)
     for r in rows:
-        ratio = "" if r.peer_us is None else f"{r.peer_us / r.time_us:.2f}x"
-        peer_ms = "-" if r.peer_us is None else f"{r.peer_us / 1e3:.2f}"
+        mark = "~ " if r.noise else ""
+        ratio = "" if r.peer_us is None else f"{mark}{r.peer_us / r.time_us:.2f}x"
+        peer_ms = "-" if r.peer_us is None else f"{mark}{r.peer_us / 1e3:.2f}"
         cells = (
             r.program,
             r.what,
             "yes" if r.verified else "NO",
             str(r.steps),
-            f"{r.time_us / 1e3:.2f}",
+            f"{mark}{r.time_us / 1e3:.2f}",
             f"{r.limit_us / 1e3:.2f}",
         )
         table.add_row(*cells, peer_ms, ratio, r.peer)
@@ -267,6 +332,7 @@ def main(out: Path, only: tuple[str, ...], json_file: Path | None, peer: str | N
     from tilewright.errors import TilewrightError
     from tilewright.files import require_writable, write_whole
     from tilewright.hardware.detect import detect
+    from tilewright.report.text.console import console as plain_console
 
     for start in only:
         if not any(p.key.startswith(start) for p in PROGRAMS):
@@ -277,7 +343,7 @@ def main(out: Path, only: tuple[str, ...], json_file: Path | None, peer: str | N
         out.mkdir(parents=True, exist_ok=True)
     except (OSError, TilewrightError) as error:
         raise click.UsageError(str(error)) from error
-    console = Console() if sys.stdout.isatty() else Console(width=124)
+    console = plain_console()
     progress = Console(stderr=True)
     wanted = [p for p in PROGRAMS if not only or any(p.key.startswith(o) for o in only)]
     rows: list[Row] = []
@@ -289,8 +355,12 @@ def main(out: Path, only: tuple[str, ...], json_file: Path | None, peer: str | N
                 rows.append(run_program(program, out, lambda what, p=program: status.update(f"{p.key}: {what}")))
             except TilewrightError as error:
                 progress.print(f"{program.key}: {error}", style="red")
+    for said in noisy_words(rows):
+        console.print(said, style="bold yellow", highlight=False, markup=False)
     console.print(scoreboard(rows, f"{detect('cpu').name}, {detect('cpu').cores} cores"))
     for row in rows:
+        if row.noise and len(rows) > 1:
+            console.print(f"{row.program}: {row.noise}", style="yellow", highlight=False, markup=False)
         if row.note:
             console.print(f"{row.program}: {row.note}", style="yellow", highlight=False)
     if json_file is not None:

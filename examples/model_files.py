@@ -122,7 +122,7 @@ def _stamp(model: Any) -> str | None:
 
 
 def _is_current(path: Path, stamp: str) -> bool:
-    """Whether `path` is a model stamped so, with all the bytes of external data that it refers to."""
+    """Tell whether `path` is a model stamped so, with all the bytes of external data that it refers to."""
     if not path.is_file():
         return False
     onnx = require("onnx")

@@ -77,7 +77,7 @@ def module(
 def example_inputs(
     dtype: str = "bf16", layout: str = "TN", size: tuple[int, int, int] = SIZE, batch: int = 0
 ) -> tuple[torch.Tensor, ...]:
-    """What `module(…)` of the same arguments is called with: random rows."""
+    """Random rows to call `module(…)` of the same arguments with."""
     (m, _, k), lead = size, (batch,) if batch else ()
     return (torch.randn((*lead, m, k) if layout[0] == "T" else (*lead, k, m), dtype=DTYPES[dtype]),)
 

@@ -37,7 +37,7 @@ QUANTIZED_OPS = ("MatMul", "Gemm")
 
 @dataclass(frozen=True)
 class Scheme:
-    """How a quantised model stores its tensors.
+    """A quantised model's way to store its tensors.
 
     Attributes:
         activation, weight: the stored types.

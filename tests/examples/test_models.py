@@ -22,6 +22,7 @@ from onnxruntime.quantization import CalibrationDataReader, QuantFormat, QuantTy
 import model_files
 import models
 import quantized_models
+import tilewright
 from tilewright.errors import InputError, MissingDependencyError
 
 NAMES = list(models.ARCHITECTURES)
@@ -262,7 +263,7 @@ def test_an_activation_that_is_not_finite_is_named(tmp_path):
 
 
 def test_calibrating_keeps_no_activation_longer_than_the_model_does(tmp_path):
-    """At batch 64 and sequence 384, all activations of BERT-base together are more than 20 GB."""
+    """All activations of BERT-base together are more than 20 GB at batch 64 and sequence 384."""
     info, node = onnx.helper.make_tensor_value_info, onnx.helper.make_node
     m, k, wide, pairs = 2048, 8, 2048, 24
     weights = {"up": np.full((k, wide), 1e-2, np.float32), "down": np.full((wide, k), 1e-2, np.float32)}
@@ -480,3 +481,24 @@ def test_the_scripts_run_by_path(script):
     file = Path(models.__file__).with_name(script)
     result = subprocess.run([sys.executable, file, "--help"], capture_output=True, text=True, check=True, cwd=file.anchor)
     assert "--check" in result.stdout
+
+
+def test_what_explain_says_of_them(out, monkeypatch):
+    """An int8 BERT takes at most 60 lines, and shows the mistake of its quantisation; of a causal model it is asked whether all
+    logits are read, and BERT in float shows nothing."""
+    monkeypatch.setenv("COLUMNS", "160")
+    found = {}
+    for name, variant in (("bert", "int8"), ("bert", "f32"), ("distilgpt2", "f32")):
+        found[name, variant] = tilewright.compile(str(write(name, variant, out)), budget_s=0).explain()
+    said = found["bert", "int8"]
+    assert len(str(said).splitlines()) <= 60 and "layers 0 to 1, 7 steps in each" in str(said)
+    (pair,) = said.facts.advice
+    assert pair.kind == "qdq-in-epilogue" and "no attention kernel multiplies integers" in " ".join(str(said).split())
+    assert pair.title == "a QDQ pair between MatMul and its bias" and pair.saves_us > 0 and len(pair.steps) == 8
+    names = [g.name for g in said.facts.groups]
+    for layer in ("attention.self.{query,key,value}", "attention.self", "attention.output.dense", "output.dense"):
+        assert f"encoder.layer.0-1.{layer}" in names
+    assert found["bert", "f32"].facts.advice == []
+    assert [(a.kind, a.where) for a in found["distilgpt2", "f32"].facts.advice] == [("logits-of-all-positions", ["lm_head"])]
+    (attention,) = (p for p in found["distilgpt2", "f32"].facts.products if p.kind == "attention")
+    assert "causal (upper)" in attention.accumulates, "its mask of the least number of f32 is recognised"
