@@ -2,11 +2,12 @@
 
     python benchmarks/any_length.py [--layers 12] [--shapes 50] [--compared 6] [--budget 20] [--threads 1] [--model bert.onnx]
 
-One program for ranges is called at random shapes, drawn by their logarithms, and its results are compared with onnxruntime's.
-Printed are how often it was compiled; the seconds of the first call at a shape (an instance: kernels are built and checked) and
-of a later one, beside onnxruntime's. For some of the shapes it is timed in turns with a program compiled for that shape alone,
-within the same budget. Memory that is no file's is looked at in processes of their own, without onnxruntime: of the program for
-ranges after all shapes, and of one for the largest of them alone.
+One program for ranges is called at random shapes, drawn by their logarithms, and its results are compared with
+onnxruntime's. Printed are how often it was compiled; the seconds of the first call at a shape and of a later one, beside
+onnxruntime's; and what the first call took of its thread's own time to make the instance (kernels are built and checked),
+whatever else the machine did. For some of the shapes it is timed in turns with a program compiled for that shape alone,
+within the same budget. Memory that is no file's is looked at in processes of their own, without onnxruntime: of the program
+for ranges after all shapes, and of one for the largest of them alone.
 """
 
 from __future__ import annotations
@@ -75,9 +76,14 @@ def main(
         program = tilewright.compile(path, dims={"batch": BATCH, "length": LENGTH}, budget_s=budget, threads=threads)
         print(f"compiled in {time.perf_counter() - began:.1f} s, {program.made} shapes measured; {program!r}")
         apart, firsts, ratios, rows = 0.0, list[float](), list[float](), list[tuple[tuple[int, int], float, float]]()
+        makings = list[float]()
         for i, shape in enumerate(drawn):
             given = arrays(*shape)
-            first, found = timed(lambda given=given: program(**given))
+            began, of_thread = time.perf_counter(), time.thread_time()
+            program.at(**program.values_of((), given))
+            makings.append(time.thread_time() - of_thread)
+            found = program(**given)
+            first = time.perf_counter() - began
             wanted = session.run(None, given)[0]
             apart = max(apart, float(np.abs(np.asarray(found) - wanted).max()))
             ours, theirs = in_turns([lambda given=given: program(**given), lambda given=given: session.run(None, given)])
@@ -88,6 +94,7 @@ def main(
                   f"onnxruntime {theirs * 1e3:8.2f} ms, largest difference so far {apart:.1e}", flush=True)  # fmt: skip
         print(f"compiled {program.compiled} times, {program.made} instances")
         print(f"first call of a shape: {statistics.median(firsts):.2f} s (median), {max(firsts):.2f} s (longest)")
+        print(f"making its instance: {statistics.median(makings):.2f}, {max(makings):.2f} s of the thread's own time")
         print(f"beside onnxruntime: {statistics.geometric_mean(ratios):.2f} of its time (geometric mean)")
         waits = sum(f - r[1] > WAIT_S for f, r in zip(firsts, rows, strict=True))
         print(f"waits: {waits} first calls took {WAIT_S} s more than later ones")

@@ -33,7 +33,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import tilewright
 from gpu import captured, replay_us
-from tilewright.candidates.triton.attention.kernel import TileConfig, power
+from tilewright.candidates.triton.attention.kernel import TileConfig, padded_extent
 from tilewright.compiler import optimise
 from tilewright.dtype import DType, dtype
 from tilewright.hardware.ceilings import with_ceilings
@@ -143,7 +143,7 @@ def swept(problem: AttentionProblem, cores: int) -> Iterable[Schedule]:
         room = (220 << 10) // ring
         if rows <= 64 and parts > 0 and blocks <= room:
             early = True if blocks in (room, 0.5) or room == 1 else None
-            yield Schedule.of_point(TileConfig(power(rows), tile_n, warps, stages, "online", "ieee", parts, early))
+            yield Schedule.of_point(TileConfig(padded_extent(rows), tile_n, warps, stages, "online", "ieee", parts, early))
 
 
 def points(shape: Shape, target: Target, count: int, *, sweep: bool) -> list[Point]:

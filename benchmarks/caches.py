@@ -36,7 +36,7 @@ ERROR = 2e-2  # relative, in norm
 
 @dataclass(frozen=True)
 class Form:
-    """How a cache lies: the type of its elements, what has a scale ("head", "token", or "" for nothing), in blocks or whole."""
+    """A cache's form: the type of its elements, what has a scale ("head", "token", or "" for nothing), in blocks or whole."""
 
     codes: str
     scales: str

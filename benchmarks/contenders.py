@@ -1,4 +1,4 @@
-"""Who takes part in the CPU benchmarks: each builds one product and gives a function that does it once.
+"""Contenders of the CPU benchmarks: each builds one product and gives a function that does it once.
 
 Every contender runs in a process of its own (`rounds.py`). Data are random; a result is computed into memory the contender
 allocates itself, as its users get it. Right operands are constants, packed beforehand where a library can, except in the
@@ -42,7 +42,7 @@ class Case:
 
     @staticmethod
     def parse(text: str) -> Case:
-        """What `str` prints.
+        """Read a case from the text that `str` prints.
 
         Raises:
             ValueError: it is something else.

@@ -1,4 +1,4 @@
-"""How well the cost model ranks: the best of its first one, five and ten schedules beside the best of all that were timed.
+"""Quality of the cost model's ranking: the best of its first one, five and ten schedules beside the best of all timed.
 
     python benchmarks/cost.py --measure --seconds 100 --json FILE      time what is not in FILE yet; again until it says done
     python benchmarks/cost.py --json FILE                              the table
@@ -105,7 +105,7 @@ HOPELESS, CLOSE = 2.5, 1.6  # times the best
 
 
 def problem(line: str) -> Problem:
-    """As a compile poses it."""
+    """The problem that a compile poses for a line of the gemm notation."""
     found = problem_of(optimise(parse(line)).outputs[0])
     assert isinstance(found, Problem)
     if found.batch > 1:

@@ -65,7 +65,7 @@ Point = tuple[str, Schedule]
 
 
 def problem(line: str) -> Problem:
-    """What a line of the gemm notation asks, after the rules."""
+    """The problem that a line of the gemm notation asks, after the rules."""
     return problem_of(optimise(parse(line)).outputs[0])
 
 
@@ -115,7 +115,7 @@ def expected(p: Problem, sources: Sequence[torch.Tensor]) -> Sequence[torch.Tens
 
 
 def wrong(results: Sequence[torch.Tensor], all_wanted: Sequence[torch.Tensor]) -> str | None:
-    """What is wrong with results."""
+    """Say what is wrong with results; None if nothing is."""
     for value, wanted in zip(results, all_wanted, strict=True):
         if not value.dtype.is_floating_point:
             if not torch.equal(value, wanted):
@@ -177,7 +177,7 @@ def timed(runs: dict[str, Callable[[], object]], p: Problem, rounds: int, *, coo
 def measure(
     line: str, kernels: Sequence[Point], target: Target, rounds: int, *, cool: bool, with_inductor: bool, with_xla: bool
 ) -> dict[str, Any]:
-    """What one product took by every contender."""
+    """Measure the times of one product by every contender."""
     p = problem(line)
     sources = random_sources(p)
     peers = products(p, sources) | (inductor(p, sources) if with_inductor else {})

@@ -1,4 +1,4 @@
-"""What a call costs more after 50 ms of rest: a thread pool that has gone to sleep must be woken.
+"""Cost of a call after 50 ms of rest: a thread pool that has gone to sleep must be woken.
 
     python benchmarks/idle.py [--product "f32 128x768x768"] [--threads 2] [--rest-ms 50] [--calls 40]
 

@@ -20,7 +20,7 @@ import click
 
 
 def functions(rows: int) -> dict[str, tuple[Callable[..., Any], tuple[Any, ...]]]:
-    """What is raced: by name, a function of JAX and its arguments, random."""
+    """The functions of JAX that race, by name, each with random arguments."""
     import jax
     import jax.numpy as jnp
 

@@ -1,4 +1,4 @@
-"""What each kernel of a CUDA graph takes, as CUPTI sees it; who does the steps of a compiled program, and who was slower."""
+"""Times of the kernels in a CUDA graph, as CUPTI sees them; who does the steps of a compiled program, and who was slower."""
 
 from __future__ import annotations
 

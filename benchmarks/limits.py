@@ -1,4 +1,4 @@
-"""What this processor can do at most: each dot instruction on registers alone, and reading memory, at a number of threads."""
+"""Measure this processor's limits at a number of threads: each dot instruction on registers alone, and reading memory."""
 
 from __future__ import annotations
 

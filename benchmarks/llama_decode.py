@@ -65,7 +65,7 @@ class Layer(torch.nn.Module):
         return x * self.cos + torch.cat((-other, one), -1) * self.sin
 
     def forward(self, x: torch.Tensor, more: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """What goes on, and what is still to be added to it: the next layer adds it where it reads both for its norm."""
+        """Return what goes on, and what is still to be added to it: the next layer adds it where it reads both for its norm."""
         x = x + more
         batch, last = x.shape[0], self.cache.shape[3] - 1
         heads = self.qkv(self.before(x)).view(batch, self.heads + 2 * self.shared, HEAD)
@@ -98,7 +98,7 @@ class Model(torch.nn.Module):
 
 @torch.library.custom_op("benchmark::no_product", mutates_args=())
 def no_product(x: torch.Tensor, width: int) -> torch.Tensor:
-    """In place of a product: memory of the result's shape, and nothing computed; what makes x cannot be left out for it."""
+    """Stand in for a product: memory of the result's shape, and nothing computed; what makes x cannot be left out."""
     return x.new_empty((*x.shape[:-1], width))
 
 
@@ -153,7 +153,7 @@ def compiled(model: Model, tuned: bool) -> Model:
 
 @dataclass
 class Row:
-    """What one contender took at one batch, in microseconds a step."""
+    """A contender's times at one batch, in microseconds a step."""
 
     batch: int
     contender: str

@@ -1,4 +1,4 @@
-"""Who takes part in the benchmarks of whole models; `rounds.py` runs each in a process of its own."""
+"""Contenders of the benchmarks of whole models; `rounds.py` runs each in a process of its own."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ HELD, FAILED, SKIPPED = "holds", "does not hold", "skipped"
 
 
 class _Outcomes(unittest.TestResult):
-    """What became of each test, and why it did not hold."""
+    """The outcome of each test, and why it did not hold."""
 
     def __init__(self, used: list[str]) -> None:
         super().__init__()

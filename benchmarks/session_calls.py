@@ -1,4 +1,4 @@
-"""What a call of a session costs in host time beside onnxruntime's, and how several threads at once share a session.
+"""Host time of a session's call beside onnxruntime's, and the throughput of several threads that share a session.
 
     python benchmarks/session_calls.py [--rounds 15] [--calls 1000] [--layers 2] [--seconds 0.7]
 

@@ -124,7 +124,7 @@ def main(
 
 
 def place(problem: AnyProblem, target: Target, database: TuningDatabase, each: float) -> Place:
-    """What the decision on a problem is found by."""
+    """The key by which the decision on a problem is found."""
     key = database.key_of(problem, each)
     return key.problem[:DIGITS], cold_at(problem, target), key.budget
 

@@ -73,7 +73,7 @@ def torch_int_mm(case: Case) -> Callable[[], Any]:
 
 
 def xla(case: Case) -> Callable[[], Any]:
-    """What the file was dumped from."""
+    """Build the function of JAX that the file was dumped from."""
     import jax
     import jax.numpy as jnp
 

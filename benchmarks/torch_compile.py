@@ -2,17 +2,20 @@
 
     python benchmarks/torch_compile.py [--layers 2] [--width 256] [--vocabulary 1000] [--batch 1 --batch 16] [--context 1024]
                                        [--scheme none --scheme w4g64] [--by eager --by inductor --by tilewright]
-                                       [--device cpu] [--threads 1] [--rounds 30] [--generate 0] [--lengths 0] [--budget 20]
-                                       [--json FILE]
+                                       [--device cpu] [--threads 1] [--rounds 30] [--generate 0] [--lengths 0] [--prompt 0]
+                                       [--budget 20] [--json FILE]
 
 Random weights, a static cache that is full up to `--context`, one new token a sequence. A step is a call of the model as
 `generate` makes it: Python of the model's own forward, guards and copies included; on a GPU steps follow each other without
 waiting, and their time is that of many divided by their number. Contenders are called in turns; a time is the median of rounds.
 Results are compared with eager's first. Inductor runs with mode="reduce-overhead".
 
-`--generate N` also times `generate` of N tokens, end to end, Python of `generate` included. `--lengths N` calls the model on a
-sequence of each of N lengths below `--context`, drawn by their logarithms, with `dynamic=True`: the seconds of the first two
-passes over all of them, compiling included, and the mean time of a call in later passes.
+`--generate N` also times `generate` of N tokens, end to end, Python of `generate` included, and that by `decode` of
+tilewright.integrations.transformers. Where a contender's tokens are not
+eager's, `gap` says by how much eager preferred its own at the first difference, over the largest logit: less than the error
+means that rounding decided. `--prompt N` takes a prompt of N tokens without a cache in place of the decoding step. `--lengths
+N` calls the model on a sequence of each of N lengths below `--context`, drawn by their logarithms, with `dynamic=True`: the
+seconds of the first two passes over all of them, compiling included, and the mean time of a call in later passes.
 
 Eight layers of Llama 3 8B's width on a GPU: --layers 8 --width 4096 --vocabulary 32000 --device cuda --dtype bf16.
 """
@@ -37,6 +40,7 @@ from rich.table import Table
 
 import tilewright
 import tilewright.dynamo
+from tilewright.integrations.transformers import decode
 
 COUNT, POSITIVE = click.IntRange(min=0), click.IntRange(min=1)
 BY = ("eager", "inductor", "tilewright")
@@ -90,6 +94,17 @@ def stepping(model: Any, batch: int, context: int) -> Callable[[], torch.Tensor]
     return step
 
 
+def reading(model: Any, batch: int, tokens: int) -> Callable[[], torch.Tensor]:
+    """A function that reads a prompt without a cache: logits [batch, tokens, vocabulary]."""
+    draw = torch.Generator(model.device).manual_seed(0)
+    prompt = torch.randint(3, model.config.vocab_size, (batch, tokens), generator=draw, device=model.device)
+
+    def step(by: Any = model) -> torch.Tensor:
+        return by(prompt, use_cache=False).logits
+
+    return step
+
+
 def compiled_by(model: Any, by: str, budget_s: float, *, dynamic: bool = False) -> Any:
     """The model as a contender calls it."""
     if by == "eager":
@@ -122,8 +137,8 @@ def timed_ms(steps: Mapping[str, Callable[[], object]], device: str, rounds: int
 def any_length(
     model: Any, contenders: Sequence[str], count: int, context: int, budget_s: float, rounds: int
 ) -> dict[str, dict[str, float]]:
-    """By contender: seconds of the first pass over prompts of `count` lengths, of the second, milliseconds of a later call, and
-    the largest error of a logit over the largest."""
+    """Measure for each contender seconds of the first pass over prompts of `count` lengths, of the second, milliseconds of a
+    later call, and the largest error of a logit over the largest."""
     draw, device = random.Random(0), model.device
     lengths = [min(round(2 * (context / 2) ** draw.random()), context - 1) for _ in range(count)]
     prompts = [torch.randint(3, model.config.vocab_size, (1, n), device=device) for n in lengths]
@@ -153,13 +168,16 @@ def any_length(
     return found
 
 
-def generated_ms(model: Any, by: str, batch: int, tokens: int, budget_s: float) -> tuple[float, torch.Tensor]:
+def generated_ms(
+    model: Any, by: str, batch: int, tokens: int, budget_s: float, custom: Callable[..., object] | None = None
+) -> tuple[float, torch.Tensor]:
     """Milliseconds a token of `generate` behind a prompt of 16 tokens, and the tokens."""
     from transformers import CompileConfig
 
     draw = torch.Generator(model.device).manual_seed(1)
     prompt = torch.randint(3, model.config.vocab_size, (batch, 16), generator=draw, device=model.device)
     given: dict[str, Any] = {"max_new_tokens": tokens, "do_sample": False, "cache_implementation": "static"}
+    given["custom_generate"] = custom
     if by == "eager":
         given["disable_compile"] = True
     else:
@@ -176,6 +194,19 @@ def generated_ms(model: Any, by: str, batch: int, tokens: int, budget_s: float) 
     return took / tokens * 1e3, found
 
 
+def gap_of(model: Any, tokens: torch.Tensor, of_eager: torch.Tensor) -> float:
+    """The largest gap in eager's logits, over the largest logit, between its own token and another's at the first difference of
+    each sequence; 0 if there is none."""
+    gap = 0.0
+    for other, own in zip(tokens, of_eager, strict=True):
+        differ = (other != own).nonzero()
+        if len(differ):
+            at = int(differ[0])
+            logits = model(own[None, :at], use_cache=False).logits[0, -1].float()
+            gap = max(gap, float((logits[own[at]] - logits[other[at]]) / logits.abs().max()))
+    return gap
+
+
 @click.command()
 @click.option("--layers", type=POSITIVE, default=2)
 @click.option("--width", type=POSITIVE, default=256, help="a multiple of 16")
@@ -190,6 +221,7 @@ def generated_ms(model: Any, by: str, batch: int, tokens: int, budget_s: float) 
 @click.option("--rounds", type=POSITIVE, default=30)
 @click.option("--generate", "tokens", type=COUNT, default=0, help="tokens; 0: none")
 @click.option("--lengths", type=COUNT, default=0, help="of prompts; 0: none")
+@click.option("--prompt", type=COUNT, default=0, help="tokens; 0: a decoding step instead")
 @click.option("--budget", "budget_s", type=float, default=20.0, help="seconds of search for each program")
 @click.option("--json", "path", type=click.Path(path_type=Path))
 def main(
@@ -206,6 +238,7 @@ def main(
     rounds: int,
     tokens: int,
     lengths: int,
+    prompt: int,
     budget_s: float,
     path: Path | None,
 ) -> None:
@@ -224,10 +257,11 @@ def main(
             tilewright.quantize_(model, scheme)
         with torch.no_grad():
             for batch in batches:
-                for row in decoding(model, batch, context, contenders, device, rounds, tokens, budget_s):
+                for row in decoding(model, batch, context, contenders, device, rounds, tokens, prompt, budget_s):
                     rows.append({"weights": scheme, **row})
                     told = "" if row["generate_ms"] is None else f"{row['generate_ms']:.3f}"
-                    told += " (other tokens)" if row["same_tokens"] is False else ""
+                    told += f" (other tokens, gap {row['gap']:.0e})" if row["same_tokens"] is False else ""
+                    told += "" if row["decode_ms"] is None else f"; {row['decode_ms']:.3f} by decode"
                     numbers = f"{row['first_s']:.1f}", f"{row['step_ms']:.3f}", told, f"{row['error']:.1e}"
                     steps.add_row(scheme, str(batch), str(row["by"]), *numbers)
                     seen(rows[-1], LIMITS[dtype])
@@ -256,11 +290,12 @@ def decoding(
     device: str,
     rounds: int,
     tokens: int,
+    prompt: int,
     budget_s: float,
 ) -> list[dict[str, Any]]:
     """A row for each contender: its first calls, a step, `generate`, and its error."""
     torch._dynamo.reset()
-    step = stepping(model, batch, context)
+    step = reading(model, batch, prompt) if prompt else stepping(model, batch, context)
     wanted = step().float().clone()
     calls: dict[str, Callable[[], object]] = {}
     found: dict[str, dict[str, Any]] = {}
@@ -273,14 +308,20 @@ def decoding(
         error = float((got - wanted).abs().max() / wanted.abs().max())
         found[by] = {"batch": batch, "by": by, "first_s": time.perf_counter() - began, "error": error}
     for by, ms in timed_ms(calls, device, rounds).items():
-        found[by] |= {"step_ms": ms, "generate_ms": None, "same_tokens": None}
+        found[by] |= {"step_ms": ms, "generate_ms": None, "decode_ms": None, "same_tokens": None, "gap": None}
     of_eager: torch.Tensor | None = None
     for by in contenders if tokens else ():
         torch._dynamo.reset()
         model.__dict__.pop("_compiled_call", None)
         found[by]["generate_ms"], generated = generated_ms(model, by, batch, tokens, budget_s)
         of_eager = generated if by == "eager" else of_eager
-        found[by]["same_tokens"] = None if of_eager is None else bool(torch.equal(generated, of_eager))
+        if by == "tilewright":
+            decoded_ms, decoded = generated_ms(model, by, batch, tokens, budget_s, decode)
+            assert torch.equal(decoded, generated)
+            found[by]["decode_ms"] = decoded_ms
+        if of_eager is not None:
+            found[by]["same_tokens"] = bool(torch.equal(generated, of_eager))
+            found[by]["gap"] = gap_of(model, generated, of_eager)
     return [*found.values()]
 
 

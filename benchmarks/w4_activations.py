@@ -74,7 +74,7 @@ def rescaling(rows: int, outs: int) -> FusionProblem:
 
 
 def fusions(kind: str, rows: int, outs: int, k: int) -> list[FusionProblem]:
-    """What runs beside the products."""
+    """The fusions that run beside the products."""
     return [quantising(rows, k), rescaling(rows, outs)] if kind == "s8" else []
 
 
@@ -84,7 +84,7 @@ def _generator() -> Any:
 
 
 def compile_fusion(p: FusionProblem, target: Target) -> None:
-    """Into Triton's cache."""
+    """Compile a fusion's first point, so that Triton's cache has it."""
     plan_for(_generator(), p, target).compile(next(iter(plan_for(_generator(), p, target).schedules())))
 
 

@@ -1,4 +1,4 @@
-"""Who takes part in the benchmark of 4-bit weights; `rounds.py` runs each in a process of its own."""
+"""Contenders of the benchmark of 4-bit weights; `rounds.py` runs each in a process of its own."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Case:
 
     @property
     def read_bytes(self) -> int:
-        """Of one weight: codes, and scales of 4 bytes."""
+        """Bytes of one weight: codes, and scales of 4 bytes."""
         return self.N * self.K // 2 + self.N * self.K // self.group * 4
 
 

@@ -138,7 +138,7 @@ def alone_us(calls: Sequence[Run]) -> float:
 
 
 def read_tbps() -> float:
-    """What reading memory reaches, by the best of torch's reductions over 4 GB."""
+    """Rate of reading memory in TB/s, by the best of torch's reductions over 4 GB."""
     x = torch.rand(1 << 30, device=DEVICE)
     loops: list[Run] = [lambda: torch.sum(x), lambda: torch.amax(x), lambda: torch.dot(x, x)]
     return x.nbytes / min(replay_us([loop]) for loop in loops) / 1e6

@@ -1,4 +1,4 @@
-"""What `w4_gpu.py` measured of a case, and the lines by which all of it is judged."""
+"""Measurements by `w4_gpu.py` of a case, and the lines by which all of it is judged."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ EIGHT = ("fp8", "int8")  # peers that round activations to 8 bits
 
 @dataclass
 class Row:
-    """What was measured of a case, in microseconds."""
+    """The times of one case, in microseconds."""
 
     kind: str
     rows: int
@@ -32,7 +32,7 @@ class Row:
 
     @property
     def paid(self) -> float:
-        """By who has x in f16."""
+        """The time for someone who has x in f16."""
         return self.us if self.kind == "f16" else self.whole
 
     def ratio(self, *, eight: bool) -> float:

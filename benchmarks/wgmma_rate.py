@@ -1,4 +1,4 @@
-"""What Hopper's warpgroup products take whose left operand is in registers or in shared memory, alone and beside the work of
+"""Times of Hopper's warpgroup products whose left operand is in registers or in shared memory, alone and beside the work of
 making halves of 4-bit codes: the ceiling of kernels for few rows by 4-bit weights.
 
     python benchmarks/wgmma_rate.py [--nvcc nvcc]
