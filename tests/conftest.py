@@ -9,7 +9,7 @@ import pytest
 import torch
 from races import StillMeter
 
-from tilewright.hardware.ceilings import cache_folder
+from tilewright.files import cache_folder
 from tilewright.hardware.load import Load
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")  # JAX is a reference here; it must not look for an accelerator
@@ -42,9 +42,17 @@ def pytest_collection_modifyitems(items):
 def no_memory_of_other_tests(monkeypatch):
     """No test reads what another one, or the user, measured; the tests of that cache give it a folder of their own."""
     monkeypatch.setattr("tilewright.schedule.shipped.FOLDER", Path(__file__).with_name("nothing_is_shipped"))
-    for module in ("compiler", "m_dispatch", "runtime.artefact", "runtime.programs"):
+    for module in ("compiler", "m_dispatch", "runtime.artefact.read", "runtime.programs"):
         monkeypatch.setattr(f"tilewright.{module}.user_cache", lambda: None)
-    monkeypatch.setattr("tilewright.runtime.programs.cache_folder", folder_of_the_test)
+    monkeypatch.setattr("tilewright.runtime.program_folder.cache_folder", folder_of_the_test)
+
+
+@pytest.fixture(autouse=True)
+def threads_as_they_were():
+    """Give torch's threads back after each test that sets them: plans and kept choices depend on them."""
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
 
 
 CACHE = os.environ.get("TILEWRIGHT_CACHE")
@@ -59,13 +67,13 @@ def folder_of_the_test() -> Path:
 
 @pytest.fixture(autouse=True)
 def never_quiet(monkeypatch):
-    """What is chosen beside other tests is not chosen again because they rest; who tests that says when it is quiet."""
+    """Have nothing that was chosen beside other tests chosen again once those rest; a test of that says when it is quiet."""
     monkeypatch.setattr("tilewright.schedule.tuning_database.TuningDatabase._quiet", lambda self: False)
 
 
 @pytest.fixture(autouse=True)
 def quiet_machine(monkeypatch):
-    """What is measured beside other tests counts as reliable; who tests noise plants it."""
+    """Count what is measured beside other tests as reliable; a test of noise plants its own."""
     for module in ("hardware.ceilings", "schedule.measure", "schedule.bench", "report.measure.perf"):
         monkeypatch.setattr(f"tilewright.{module}.Meter", StillMeter(Load()))
     monkeypatch.setattr("tilewright.hardware.ceilings.load_now", lambda device, threads: Load())

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from tilewright.linear.module import Linear
     from tilewright.linear.replace import prepare, quantize_
     from tilewright.m_dispatch import AnyRows, compile_rows
+    from tilewright.on_mesh import load_on_mesh
     from tilewright.product import matmul
     from tilewright.program import Program, load_program
     from tilewright.racing import race
@@ -38,6 +39,7 @@ __all__ = [
     "compile_rows",
     "jax",
     "load",
+    "load_on_mesh",
     "load_program",
     "matmul",
     "onnx_backend",
@@ -58,6 +60,7 @@ _HOME = {
     "Quantization": "tilewright.compiler",
     "scheme": "tilewright.rules.calibrate",
     "load": "tilewright.frontends",
+    "load_on_mesh": "tilewright.on_mesh",
     "load_program": "tilewright.program",
     "matmul": "tilewright.product",
     "compile_rows": "tilewright.m_dispatch",

@@ -5,9 +5,8 @@ Regions of loops and branches are compiled the same way, as programs of their ow
 
 from __future__ import annotations
 
+import itertools
 import math
-import threading
-import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -23,24 +22,28 @@ from tilewright.any_shape import AnyShape, Reading
 from tilewright.errors import InputError, RewriteError, UnsupportedError, check_type, counted, say
 from tilewright.frontends import LoadOptions, load
 from tilewright.hardware.detect import detect, one_of
+from tilewright.hardware.load import uncrowded
 from tilewright.hardware.target import Target
 from tilewright.ir.dims import Scope
 from tilewright.ir.graph import Graph, Node
 from tilewright.ir.instance import dims_of
+from tilewright.ir.mesh import Mesh
 from tilewright.ir.ops import Call, Const
-from tilewright.ir.pattern import Pass, Rule, Trace, discover, over, rewrite, without_broken
-from tilewright.ir.verify import verify
+from tilewright.ir.pattern import Pass, Rule, Trace, discover, over, released, rewrite, without_broken
+from tilewright.ir.verify import mesh_axes, verify
 from tilewright.program import Program
 from tilewright.progress import Progress, said
-from tilewright.rules.calibrate import Scheme, calibrate
+from tilewright.rules.calibrate import Layer, Scheme, calibrate
 from tilewright.rules.calibrate import quantize as quantize_graph
 from tilewright.rules.half import half as narrow
 from tilewright.rules.half import in_half, recognised
-from tilewright.runtime.background import Chooser
-from tilewright.runtime.executable import Decide, chooser, graphs_of, prepare
 from tilewright.runtime.partition import Part, parts_for
+from tilewright.runtime.prepare import chooser, prepare
 from tilewright.runtime.programs import Place, content, place_of
-from tilewright.schedule.tuning_database import TuningDatabase, user_cache
+from tilewright.runtime.steps import Decide, graphs_of
+from tilewright.schedule.cache import user_cache
+from tilewright.schedule.chooser import Chooser
+from tilewright.schedule.tuning_database import TuningDatabase
 from tilewright.schedule.worker import begin
 from tilewright.threads import threaded
 
@@ -49,15 +52,31 @@ if TYPE_CHECKING:
 
 # In order. The rules of a stage settle together with the canonical ones, then its passes run; a stage's rules may be applied
 # in any order and give the same graph.
-STAGES = ("accumulator", "recognise", "unfuse", "epilogue", "prologue", "product", "siblings", "tails", "computed")
+STAGES = (
+    *(
+        "accumulator",
+        "recognise",
+        "wire",
+        "unfuse",
+        "epilogue",
+        "prologue",
+        "product",
+        "siblings",
+        "tails",
+        "computed",
+        "carry",
+        "rows",
+    ),
+)
 CANONICAL = "canonical"
 EXCESS_PRECISION = "precision"  # a stage that runs last, and only when asked for
 DEFAULT_BUDGET_S = 20.0
 ENOUGH_S = 60.0  # without a budget, for rules, and as much for candidates that take long to refuse: far more than any need
+WORKED_S = 0.1  # of a budget, below which no worker is started beforehand: it takes ten times as long to be there
 RULES_S = 10.0  # for rules at least, whatever the budget: a graph that is not folded takes longer to choose for
-STOPGAP = (
-    "the time was over (budget_s={budget_s:g}): {problems} run on a library or operation by operation for now; "
-    "compiling again goes on where this ended, and so does background=True"
+LATE = (
+    "{name}: the time was over before {problems} measured, and the first kernel that passed its check was taken. To measure "
+    "the rest, compile again, or with background=True, which does it behind the running program"
 )
 
 
@@ -91,26 +110,29 @@ def optimise(
     within_s: float = math.inf,
 ) -> Graph:
     """The graph after every stage of rules, verified. `visit` sees the graph after each stage, with the stage's name. After
-    `within_s` seconds rules are applied no more (`Trace.notes`)."""
-    until = time.monotonic() + within_s
+    `within_s` seconds of a processor rules are applied no more (`Trace.notes`)."""
+    until = deadline.End.after(within_s)
     trace = trace if trace is not None else Trace()
     rules = discover("tilewright.rules", Rule)
     passes = discover("tilewright.rules", Pass)
     for r in (*rules, *passes):
         if r.package and r.stage not in (*STAGES, EXCESS_PRECISION, CANONICAL):
             say(f"plug-in {r.package}: the rule {r.name} never runs: there is no stage {r.stage!r}, but {', '.join(STAGES)}")
-    for stage in (*STAGES, EXCESS_PRECISION) if excess_precision else STAGES:
+    stages = list(STAGES)
+    if graph.local:
+        stages.insert(stages.index("rows"), "epilogue")  # what follows a reduction that a product carries by now
+    for stage in (*stages, *((EXCESS_PRECISION,) if excess_precision else ())):
         graph = rewrite(graph, [r for r in rules if r.stage in (stage, CANONICAL)], trace, until=until)
         for p in passes:
             if p.stage == stage:
                 graph = _passed(p, graph, trace, until) if not p.package else _passed_or_left_out(p, graph, trace, until)
         verify(graph)
         if visit is not None:
-            visit(stage, graph)
-    return graph
+            visit(stage, released(graph, trace))
+    return verify(released(graph, trace))
 
 
-def _passed_or_left_out(p: Pass, graph: Graph, trace: Trace, until: float) -> Graph:
+def _passed_or_left_out(p: Pass, graph: Graph, trace: Trace, until: deadline.End) -> Graph:
     """The graph after a pass of another package; as it was where the pass raises or breaks the graph, which a warning says."""
     try:
         after = _passed(p, graph, trace, until)
@@ -124,7 +146,7 @@ def _passed_or_left_out(p: Pass, graph: Graph, trace: Trace, until: float) -> Gr
     return graph
 
 
-def _passed(p: Pass, graph: Graph, trace: Trace, until: float) -> Graph:
+def _passed(p: Pass, graph: Graph, trace: Trace, until: deadline.End) -> Graph:
     """The graph after a pass; as it was where the time is over."""
     try:
         with deadline.until(until):
@@ -159,6 +181,8 @@ def compile(
     background: bool = False,
     follow_links: bool = False,
     dims: Literal[False] = False,
+    mesh: object = None,
+    plan: Mapping[str, object] | str | None = None,
     progress: Progress | None = None,
     visit: Callable[[str, Graph], None] | None = None,
 ) -> Program: ...
@@ -184,6 +208,8 @@ def compile(
     background: bool = False,
     follow_links: bool = False,
     dims: Mapping[str, object] | bool = False,
+    mesh: object = None,
+    plan: Mapping[str, object] | str | None = None,
     progress: Progress | None = None,
     visit: Callable[[str, Graph], None] | None = None,
 ) -> Program | AnyShape:
@@ -199,8 +225,8 @@ def compile(
         fixed: value of an input of one element of an ONNX model by name; it is no input any more.
         budget_s: seconds by the clock for all of it: reading, calibrating, rules, building, checking and measuring. 0 takes
             what was measured before, or what the cost model names first and passes its check, and leaves nothing out. Once the
-            time is over, problems left are chosen in that way; a tenth later they run on a library or operation by operation,
-            until the program is compiled again. Calibration ends after the batch under way.
+            time is over, problems left are chosen in that way, until the program is compiled again, so a compile takes at least
+            as long as with 0. Calibration ends after the batch under way.
         quantize: quantise a float model on the way; `Program.layers` then says what each product lost.
         half: "f16" or "bf16": products, attention and norms of an f32 model read and write that type; those that were quantised
             read their codes and write it. Inputs and results of the program keep their types.
@@ -220,27 +246,38 @@ def compile(
             one set of kernels. `Program.wait` waits for the end of it, and raises what went wrong.
         dims: extents that stay open, by the name that the program has for them, with bounds: `{"batch": (1, 64)}`, or a `Dim`;
             True leaves all open that the program does. The result is then called with any shapes within them (`AnyShape`).
+        mesh: the ranks that run the program, each in a process of its own: a torch `DeviceMesh`, or "tp=2" for all ranks that
+            torch.distributed knows, or that torchrun started. The program is then one rank's, all ranks compile it at the same
+            time, and choose its kernels together (docs/several-devices.md).
+        plan: how tensors lie on the mesh, by names of inputs, and of modules and parameters: `{"layers.*.wq": "colwise"}`, with
+            styles of `torch.distributed.tensor.parallel`, or "auto" for the module's own `tp_plan` (docs/design/mesh.md).
+            Without, as the program says itself: shardings of HLO, DTensor parameters, collectives.
         progress: called before each choice of a kernel with how many are done, how many there are, and the problem; on a GPU
             also before kernels are compiled for all of them.
         visit: called with "source" and the graph as read (and quantised), then with each stage's name and the graph after it.
 
     Returns:
-        Program: call it with arrays; an `AnyShape` where extents stay open.
+        Program: call it with arrays; an `AnyShape` where extents stay open, a `MeshProgram` on a mesh.
 
     Raises:
         InputError: the program cannot be read, the device is not there, weights lie on several, `half` is no float of 16 bits,
             or the budget no time.
         UnsupportedError: it holds control flow or types no graph can express.
+        PeerError: another rank of the mesh failed, is gone, or runs in other circumstances.
     """
     check_type(quantize, (Quantization, type(None)), "quantize", 'tilewright.Quantization(tilewright.scheme("int8"), batches)')
     check_type(budget_s, Real, "budget_s", "a number of seconds")
     if not budget_s >= 0:  # or NaN
         raise InputError(f"a budget of {budget_s} seconds", hint="0 or more; 0 measures none")
     budget = deadline.Budget(float(budget_s))
+    if mesh is not None:
+        asked = [name for name, value in {"dims": dims, "background": background}.items() if value]
+        if asked:
+            raise UnsupportedError(f"{asked[0]}= on a mesh", where="mesh", hint="one shape, and choosing before the first call")
     ends = budget.ends if budget_s > 0 else None
     with nullcontext(progress) if progress is not None else said("compiling", ends) as progress:
         target = None if device is None else detect(device)
-        if budget_s > 0:
+        if budget_s > WORKED_S:
             begin()
         options = LoadOptions(
             cast("Mapping[str, tuple[int, ...]]", input_dims or {}),  # which `LoadOptions` sees to
@@ -252,156 +289,235 @@ def compile(
             fixed=fixed or {},
             dims=dims,
         )
-        place = None
-        if cache is True and not background and visit is None and not dims:
-            place = _place(program, options, target or detect("cpu"), quantize, half, excess_precision)
-        found = None if place is None else place.find(float(budget_s))
+        how = quantize, half, cache, threads, progress, visit
+        one = _Compile(program, options, budget, ends, target, *how, excess_precision=excess_precision, background=background)
+        if mesh is not None:
+            return one.on_mesh(mesh, plan, None if device is None else str(device))
+        if plan is not None:
+            raise InputError("a plan is given, and no mesh for it", where="plan", hint='mesh="tp=4"')
+        return one.run()
+
+
+@dataclass
+class _Compile:
+    """One compile.
+
+    Attributes:
+        program: what is compiled.
+        options: how it is read.
+        budget: the time for all of it.
+        ends: when that is over, by `time.monotonic`; None without a budget.
+        target: where the program runs; None until it is read, if nobody said.
+        quantize, half, cache, threads, progress, visit, excess_precision, background: as `compile` has them.
+        place: its place among the kept programs; None if it is not kept.
+        as_read: the graph as the front end gave it.
+        all_batches: calibration took all batches.
+        late: problems that took the first kernel, since the time was over.
+    """
+
+    program: object
+    options: LoadOptions
+    budget: deadline.Budget
+    ends: float | None
+    target: Target | None
+    quantize: Quantization | None
+    half: str | None
+    cache: bool | TuningDatabase
+    threads: int | None
+    progress: Progress | None
+    visit: Callable[[str, Graph], None] | None
+    excess_precision: bool
+    background: bool
+    place: Place[Program] | None = None
+    as_read: Graph | None = None
+    all_batches: bool = True
+    late: int = 0
+
+    def run(self) -> Program | AnyShape:
+        """Give the program that is kept, else read it and choose its kernels."""
+        if self.cache is True and not self.background and self.visit is None and not self.options.dims:
+            self.place = self._kept_at(self.target or detect("cpu"))
+        found = None if self.place is None else self.place.find(self.budget.seconds)
         if found is not None:
-            found[0].threads = threads
+            found[0].threads = self.threads
             return found[0]
-        as_read: Graph | None = None
-        all_batches = True
+        with uncrowded():
+            read = self._read(Scope())
+        assert self.target is not None
+        return self._for_one_shape(read, self.target) if dims_of(read.source) is None else self._for_ranges(read, self.target)
 
-        def rules_s() -> float:
-            """Seconds for rules that are applied now."""
-            return ENOUGH_S if ends is None else max(RULES_S, budget.left_s())
+    def on_mesh(self, mesh: object, plan: Mapping[str, object] | str | None, device: str | None) -> Program:
+        """Give a program on a mesh: read here, its kernels chosen by all ranks (`on_mesh.py`)."""
+        from tilewright.on_mesh import compile_on_mesh  # torch.distributed takes its time to import
+        from tilewright.runtime.agreement import facts
+        from tilewright.runtime.team import team_of
 
-        def reading(scope: Scope) -> Reading:
-            """The program read and rewritten, its open extents in a scope."""
-            nonlocal as_read, target, all_batches
-            with nullcontext() if place is None else place.reading():
-                as_read = load(program, replace(options, scope=scope))
-            source, layers = as_read, ()
-            target = target or detect(home(source, example_inputs))
-            if quantize is not None and dims_of(source) is not None:
-                hint = "input_dims= or batch= for one shape, or a model that holds its quantised weights"
-                raise UnsupportedError("extents are open, and quantising runs the program", where=source.name, hint=hint)
-            if quantize is not None:
-                source = recognised(source) if quantize.scheme.attention is not None else source
-                seen = calibrate(source, quantize.batches, target.device, until=math.inf if ends is None else ends)
-                source, layers = quantize_graph(source, quantize.scheme, seen, rtol=quantize.rtol, device=target.device)
-                all_batches = seen.batches == len(quantize.batches)
-            if half is not None:
-                whole = in_half(source.with_outputs([*source.outputs, *(x.after for x in layers)]), narrow(half))
-                after = whole.outputs[len(source.outputs) :]
-                layers = [replace(x, after=now) for x, now in zip(layers, after, strict=True)]
-                source = whole.with_outputs(whole.outputs[: len(source.outputs)])
-            if visit is not None:
-                visit("source", source)
-            trace = Trace()
-            graph = optimise(source, trace, visit, excess_precision=excess_precision, within_s=rules_s())
-            source = replace(source, notes=(*source.notes, *trace.notes))
-            return Reading(source, graph, trace, tuple(layers), dims_of(source) or scope)
+        team = team_of(mesh, device)
+        target = detect(team.device)
+        with team.working():
+            team.at("the start of a program")
+            own = self.cache if isinstance(self.cache, TuningDatabase) else None
+            circumstances = facts(target, excess_precision=self.excess_precision, cache=bool(self.cache))
+            team.peers.agree(circumstances, "the start of a program")
+            together = None
+            if self.cache is True and team.rank == 0:
+                kept, family = user_cache(), f"{team.mesh} over {team.links}"
+                own = TuningDatabase(target, kept, excess_precision=self.excess_precision)
+                together = TuningDatabase(target, kept, excess_precision=self.excess_precision, family=family)
+            graph = load(self.program, replace(self.options, mesh=team.mesh, plan=plan))
+            if (self.quantize or self.half) and (graph.local or mesh_axes(graph.outputs)):
+                asked = "half=" if self.quantize is None else "quantize="
+                hint = "a program over whole tensors with places, or a plan; or quantise or narrow the program before"
+                raise UnsupportedError(f"{asked} of a program of one rank", where=graph.name, hint=hint)
+            graph, layers, all_batches = narrowed(graph, self.quantize, self.half, target.device, self.ends)
+            if self.visit is not None:
+                self.visit("source", graph)
 
-        read = reading(Scope())
-        assert target is not None
-        there = target
-        source, graph, trace = read.source, read.graph, read.trace
+            def rules(graph: Graph, trace: Trace) -> Graph:
+                return optimise(graph, trace, self.visit, excess_precision=self.excess_precision)
+
+            own = own if team.rank == 0 else None
+            made = compile_on_mesh(graph, team, target, self.budget, rules, self.progress, own, together)
+            made.layers, made.finished = tuple(layers), made.finished and all_batches
+            return made
+
+    def _kept_at(self, target: Target) -> Place[Program] | None:
+        """The place of the program among those that are kept; None for what is no file or text, or cannot be kept."""
+        if not isinstance(self.program, (str, Path)):
+            return None
+        how: dict[str, object] = {"half": self.half}
+        if (quantize := self.quantize) is not None:
+            how["quantize"] = quantize.scheme.said, quantize.rtol, [content(b) for b in quantize.batches]
+        return place_of(self.program, self.options, target, Program, excess_precision=self.excess_precision, how=how)
+
+    def _read(self, scope: Scope) -> Reading:
+        """The program read and rewritten, its open extents in a scope."""
+        with nullcontext() if self.place is None else self.place.reading():
+            self.as_read = load(self.program, replace(self.options, scope=scope))
+        source = self.as_read
+        self.target = self.target or detect(home(source, self.options.example_inputs))
+        if self.quantize is not None and dims_of(source) is not None:
+            hint = "input_dims= or batch= for one shape, or a model that holds its quantised weights"
+            raise UnsupportedError("extents are open, and quantising runs the program", where=source.name, hint=hint)
+        source, layers, self.all_batches = narrowed(source, self.quantize, self.half, self.target.device, self.ends)
+        if (axes := mesh_axes(source.outputs)) or source.mesh is not None:
+            mesh = str(source.mesh or Mesh(tuple(axes.items())))
+            hint = f'compile(…, mesh="{mesh}") in each rank\'s process, or --mesh {mesh}'
+            raise UnsupportedError("the program is one of several ranks", where=source.name, hint=hint)
+        if self.visit is not None:
+            self.visit("source", source)
+        trace = Trace()
+        graph = self._optimised(source, trace, self.visit)
+        found = dims_of(source) or scope
+        for sentence in found.numbers:
+            say(f"{source.name}: {sentence}")
+        source = replace(source, notes=(*source.notes, *trace.notes, *found.numbers))
+        return Reading(source, graph, trace, tuple(layers), found)
+
+    def _optimised(self, graph: Graph, trace: Trace, visit: Callable[[str, Graph], None] | None = None) -> Graph:
+        within_s = ENOUGH_S if self.ends is None else max(RULES_S, self.budget.left_s())
+        return optimise(graph, trace, visit, excess_precision=self.excess_precision, within_s=within_s)
+
+    def _database(self, target: Target) -> TuningDatabase | None:
+        if self.cache is True:
+            return TuningDatabase(target, user_cache(), excess_precision=self.excess_precision)
+        return self.cache or None
+
+    def _for_ranges(self, read: Reading, target: Target) -> AnyShape:
+        """A program whose open extents stay open."""
+        database = self._database(target)
+
+        def made_for(graph: Graph, trace: Trace, parts: Sequence[Part], decide: Decide, known: dict[Node, Value]) -> Program:
+            def inner(region: Graph) -> Program:
+                found = Trace()
+                made = self._optimised(region, found)
+                return made_for(made, found, parts_for(made, target), chooser(made, target, 0.0, None, database), {})
+
+            return prepare(graph, graph, target, trace, decide, inner, made=Program, parts=parts, known=known)
+
+        def measuring(graph: Graph, parts: Sequence[Part], within_s: float, known: TuningDatabase | None) -> Chooser:
+            within = within_s if self.background else self.budget.part(within_s)
+            return chooser(graph, target, within, None, known, parts)
+
+        return AnyShape(
+            read,
+            self._read,
+            made_for,
+            measuring,
+            target,
+            budget_s=self.budget.seconds,
+            ends=self.budget.ends,
+            background=self.background,
+            database=database,
+            threads=self.threads,
+        )
+
+    def _for_one_shape(self, read: Reading, target: Target) -> Program:
+        """A program whose extents are numbers: its kernels are chosen within the budget, and it is kept."""
+        graph, place, budget = read.graph, self.place, self.budget
         choosing = budget if place is None else budget.part(max(0.0, budget.left_s() - place.keeping_s(graph)))
-        database = TuningDatabase(target, user_cache(), excess_precision=excess_precision) if cache is True else cache or None
-        if dims_of(source) is not None:
+        database = self._database(target)
+        with uncrowded(), deadline.allowing(ENOUGH_S if self.ends is None else budget.left_s()):
+            first = deadline.Budget(0.0) if self.background else choosing
+            made = self._chosen(read.source, graph, read.trace, target, first, database, self.progress)
+        if self.late:
+            problems = f"{counted(self.late, 'problem')} {'was' if self.late == 1 else 'were'}"
+            say(LATE.format(name=read.source.name, problems=problems))
+        made.layers, made.threads = read.layers, self.threads
+        if isinstance(self.program, torch.nn.Module):
+            made.uncompiled = _uncompiled(self.program, self.options.example_inputs, made)
+        if self.background and budget.seconds > 0:
+            known = self._database(target)
+            made.search_on(lambda: chooser(graph, target, budget.seconds, None, known))
+        made.finished = self.all_batches and not read.trace.notes and not self.late
+        if place is not None and self.as_read is not None:
+            place.keep(made, self.as_read, budget.seconds)
+        return made
 
-            def made_for(
-                graph: Graph, trace: Trace, parts: Sequence[Part], decide: Decide, known: dict[Node, Value]
-            ) -> Program:
-                def inner(region: Graph) -> Program:
-                    found = Trace()
-                    made = optimise(region, found, excess_precision=excess_precision, within_s=rules_s())
-                    return made_for(made, found, parts_for(made, there), chooser(made, there, 0.0, None, database), {})
+    def _chosen(
+        self,
+        source: Graph,
+        graph: Graph,
+        trace: Trace,
+        target: Target,
+        budget: deadline.Budget,
+        database: TuningDatabase | None,
+        progress: Progress | None,
+    ) -> Program:
+        """A program chosen within a budget; each loop in it, its regions together, has as long as what is around."""
+        inside = [len(graphs_of(n.op)) for n in graph.nodes() if isinstance(n.op, Call)] if target.kind == "cpu" else []
+        loops, waiting = len([r for r in inside if r]), itertools.count(sum(inside), -1)
+        parts = parts_for(graph, target)
+        decide = chooser(graph, target, budget.part(budget.left_s() / (1 + loops)), progress, database, parts)
 
-                return prepare(graph, graph, there, trace, decide, inner, made=Program, parts=parts, known=known)
+        def inner(region: Graph) -> Program:
+            found, share_s = Trace(), budget.left_s() / max(next(waiting), 1)
+            made = self._optimised(region, found)
+            return self._chosen(region, made, found, target, budget.part(share_s), database, None)
 
-            def measuring(graph: Graph, parts: Sequence[Part], within_s: float, known: TuningDatabase | None) -> Chooser:
-                return chooser(graph, there, within_s if background else budget.part(within_s), None, known, parts)
-
-            return AnyShape(
-                read,
-                reading,
-                made_for,
-                measuring,
-                target,
-                budget_s=float(budget_s),
-                background=background,
-                database=database,
-                threads=threads,
-            )
-        stopgaps = 0
-        with deadline.allowing(ENOUGH_S if ends is None else budget.left_s()):
-
-            def prepared(
-                source: Graph, graph: Graph, trace: Trace, budget: deadline.Budget, progress: Progress | None
-            ) -> Program:
-                """A program chosen within a budget; each loop in it, its regions together, has as long as what is around."""
-                nonlocal stopgaps
-                inside = [len(graphs_of(n.op)) for n in graph.nodes() if isinstance(n.op, Call)] if there.kind == "cpu" else []
-                loops, left = len([r for r in inside if r]), sum(inside)
-                parts = parts_for(graph, there)
-                decide = chooser(graph, there, budget.part(budget.left_s() / (1 + loops)), progress, database, parts)
-
-                def inner(region: Graph) -> Program:
-                    nonlocal left
-                    found, left_s = Trace(), budget.left_s()
-                    made = optimise(region, found, excess_precision=excess_precision, within_s=rules_s())
-                    left, share_s = left - 1, left_s / max(left, 1)
-                    return prepared(region, made, found, budget.part(share_s), None)
-
-                made = prepare(source, graph, there, trace, decide, inner, first=decide.weight, made=Program, parts=parts)
-                stopgaps += decide.stopgaps
-                return made
-
-            executable = prepared(source, graph, trace, deadline.Budget(0.0) if background else choosing, progress)
-        if stopgaps:
-            say(STOPGAP.format(budget_s=budget_s, problems=counted(stopgaps, "problem")))
-        executable.layers, executable.threads = read.layers, threads
-        if isinstance(program, torch.nn.Module):
-            executable.uncompiled = _uncompiled(program, example_inputs, executable)
-        if background and budget_s > 0:
-            known = TuningDatabase(target, user_cache(), excess_precision=excess_precision) if cache is True else database
-            executable.search_on(lambda: chooser(graph, there, float(budget_s), None, known))
-        executable.finished = all_batches and not trace.notes
-        if place is not None and as_read is not None:
-            place.keep(executable, as_read, float(budget_s))
-        return executable
+        made = prepare(source, graph, target, trace, decide, inner, first=decide.weight, made=Program, parts=parts)
+        self.late += decide.late
+        return made
 
 
-def _place(
-    program: object,
-    options: LoadOptions,
-    target: Target,
-    quantize: Quantization | None,
-    half: str | None,
-    excess_precision: bool,
-) -> Place[Program] | None:
-    """The place of a program among those that are kept (`programs`); None for what is no file or text, or cannot be kept."""
-    if not isinstance(program, (str, Path)):
-        return None
-    how: dict[str, object] = {"half": half}
+def narrowed(
+    source: Graph, quantize: Quantization | None, half: str | None, device: str, ends: float | None
+) -> tuple[Graph, list[Layer], bool]:
+    """The graph quantised and in 16 bits as asked for; what each product lost; and whether all batches were looked at until
+    `ends`, by `time.monotonic`."""
+    layers, all_batches = list[Layer](), True
     if quantize is not None:
-        how["quantize"] = quantize.scheme.said, quantize.rtol, [content(b) for b in quantize.batches]
-    return place_of(program, options, target, Program, excess_precision=excess_precision, how=how)
-
-
-def search_behind(program: Program, budget_s: float, *, cache: bool = True) -> bool:
-    """Search better kernels for a program in a thread, as `compile(..., background=True)` does, unless it was done or another
-    program's search that began so is under way; tell whether it began."""
-    with _one_search:
-        if program.search is not None or any(_goes_on(p) for p in _searching):
-            return False
-        known = TuningDatabase(program.target, user_cache()) if cache else None
-        program.search_on(lambda: chooser(program.graph, program.target, budget_s, None, known))
-        _searching[:] = [program]
-        return True
-
-
-def _goes_on(program: Program) -> bool:
-    try:
-        return not program.wait(0)
-    except Exception:  # what ended it was logged
-        return False
-
-
-_searching: list[Program] = []
-_one_search = threading.Lock()
+        source = recognised(source) if quantize.scheme.attention is not None else source
+        until = math.inf if ends is None else ends
+        seen = calibrate(source, quantize.batches, device, until=until)
+        source, layers = quantize_graph(source, quantize.scheme, seen, rtol=quantize.rtol, device=device, until=until)
+        all_batches = seen.batches == len(quantize.batches)
+    if half is not None:
+        whole = in_half(source.with_outputs([*source.outputs, *(x.after for x in layers)]), narrow(half))
+        after = whole.outputs[len(source.outputs) :]
+        layers = [replace(x, after=now) for x, now in zip(layers, after, strict=True)]
+        source = whole.with_outputs(whole.outputs[: len(source.outputs)])
+    return source, layers, all_batches
 
 
 def _uncompiled(

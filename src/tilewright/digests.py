@@ -10,11 +10,12 @@ import contextlib
 import hashlib
 import os
 import time
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 from tilewright.errors import say
+from tilewright.processors import affine
 
 PIECE_BYTES = 1 << 23
 RACY_S = 2.0  # a file changed so shortly before it was looked at may change again within one tick of its time stamp
@@ -34,7 +35,7 @@ class Sighting:
         self._seen_s = time.time()
         self.stamp: tuple[int, ...] = stamp_of(path.stat())
         path.open("rb").close()
-        pool = ThreadPoolExecutor(min(THREADS, len(_cores())))
+        pool = ThreadPoolExecutor(min(THREADS, len(affine())))
         self._pieces: list[Future[bytes]] = [pool.submit(_digest, path, at) for at in range(0, self.stamp[2], PIECE_BYTES)]
         pool.shutdown(wait=False)  # once these are done
         self._found = ""
@@ -104,7 +105,3 @@ def _digest(path: Path, at: int) -> bytes:
     with path.open("rb") as file:
         file.seek(at)
         return hashlib.sha256(file.read(PIECE_BYTES)).digest()
-
-
-def _cores() -> Collection[int]:
-    return os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)

@@ -34,7 +34,11 @@ def modules(
 def in_turn(
     package: str, extra: Iterable[Path] = (), defining: str | None = None, enter: Enter | None = None
 ) -> Iterator[ModuleType]:
-    """The modules that `modules` gives, each imported once it is asked for."""
+    """The modules that `modules` gives, each imported once it is asked for.
+
+    Raises:
+        InputError: an extra folder does not exist.
+    """
     for module in _within(importlib.import_module(package), defining, enter):
         if defining is None or hasattr(module, defining):
             yield module

@@ -94,5 +94,9 @@ class RewriteError(TilewrightError):
         self.rules = rules
 
 
+class PeerError(TilewrightError):
+    """Another rank of the same program failed, ended, did not come in time, or runs in other circumstances than this one."""
+
+
 class MissingDependencyError(TilewrightError):
     """An optional package is needed for this input and is not installed."""

@@ -1,10 +1,12 @@
-"""Files that appear whole or not at all, folders that nobody else could have written to, and locks between processes."""
+"""Files that appear whole or not at all, JSON that may be damaged, folders that nobody else could have written to, and locks
+between processes."""
 
 from __future__ import annotations
 
 import contextlib
 import errno
 import os
+import secrets
 import shutil
 import stat
 import sys
@@ -12,11 +14,34 @@ import tempfile
 import time
 from collections.abc import Generator
 from pathlib import Path
+from typing import TypeVar
 
 from tilewright.errors import InputError
 
+SAVED = ".twp"  # ends the names of compiled programs
 NAMED_BYTES = 100  # of a file's name that its draft's name starts with: names end at 255
 ASKS_S = 0.05  # between two looks at a lock that another process holds
+
+
+T = TypeVar("T")
+
+
+class NotJSONError(ValueError):
+    """A text that is no JSON of the type asked for; its message says where it goes wrong."""
+
+
+def decoded(content: bytes | str, type_: type[T]) -> T:
+    """The value of a JSON text from outside, of a type that msgspec knows; `object` for any.
+
+    Raises:
+        NotJSONError: it is no JSON, holds a broken string, is nested too deeply, or is of another type.
+    """
+    import msgspec  # which `--help` has no use for
+
+    try:
+        return msgspec.json.decode(content, type=type_)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise NotJSONError(str(error)) from None
 
 
 @contextlib.contextmanager
@@ -85,18 +110,44 @@ def foreign(path: Path) -> str | None:
     return "can be written by other users" if there.st_mode & 0o022 else None
 
 
-def open_own(path: Path, flags: int, mode: int = 0o600) -> int:
+def open_own(path: Path, flags: int) -> int:
     """A descriptor of a file that is this user's alone; no link is followed.
 
     Raises:
         OSError: it cannot be opened, or somebody else could have written it.
     """
-    descriptor = os.open(path, flags | os.O_CLOEXEC | getattr(os, "O_NOFOLLOW", 0), mode)
+    descriptor = os.open(path, flags | os.O_CLOEXEC | getattr(os, "O_NOFOLLOW", 0), 0o600)
     there = os.fstat(descriptor)
     if hasattr(os, "getuid") and (there.st_uid != os.getuid() or there.st_mode & 0o022 or not stat.S_ISREG(there.st_mode)):
         os.close(descriptor)
         raise PermissionError(errno.EPERM, "could have been written by someone else", str(path))
     return descriptor
+
+
+def read_own(path: Path) -> bytes:
+    """The contents of a file that is this user's alone.
+
+    Raises:
+        OSError: as `open_own`.
+    """
+    with os.fdopen(open_own(path, os.O_RDONLY), "rb") as file:
+        return file.read()
+
+
+def write_own(path: Path, contents: bytes) -> None:
+    """Write a file that only this user can read: all of it appears under `path`, or nothing changes.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    descriptor, draft = tempfile.mkstemp(dir=path.parent)  # readable by the owner alone
+    try:
+        with os.fdopen(descriptor, "wb") as out:
+            out.write(contents)
+        Path(draft).replace(path)
+    except BaseException:
+        Path(draft).unlink(missing_ok=True)
+        raise
 
 
 def lock(descriptor: int) -> bool:
@@ -156,7 +207,7 @@ def _draft(path: Path) -> Generator[Path]:
     """A name beside the file itself, where `path` may be a link to it; no file of that name is left."""
     final = Path(os.path.realpath(path))
     start = os.fsdecode(os.fsencode(final.name)[:NAMED_BYTES])
-    draft = final.with_name(f".{start}.{os.getpid()}.tmp")
+    draft = final.with_name(f".{start}.{os.getpid()}.{secrets.token_hex(8)}.tmp")  # several threads may write one file
     try:
         yield draft
     finally:
@@ -173,3 +224,21 @@ def _sentences(path: Path) -> Generator[None]:
         full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
         hint = "another place, or free some" if full else "a folder that is there and that you may write to"
         raise InputError(f"cannot be written: {error.strerror}", where=str(path), hint=hint) from error
+
+
+def cache_folder() -> Path:
+    """The folder of what is kept: $TILEWRIGHT_CACHE, or the user's cache directory. Made owner-only.
+
+    Raises:
+        OSError: it cannot be made, or somebody else could have written to it: it is a link, another user's, or open to others.
+    """
+    import platformdirs  # not by a command that only prints its help
+
+    given = os.environ.get("TILEWRIGHT_CACHE")
+    folder = Path(given) if given else Path(platformdirs.user_cache_dir("tilewright", appauthor=False))
+    if folder.parts[:1] == ("~",):
+        raise FileNotFoundError("this user has no home folder; TILEWRIGHT_CACHE names another one")
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    if (why := foreign(folder)) is not None:
+        raise PermissionError(errno.EPERM, f"it {why}", str(folder))
+    return folder

@@ -21,15 +21,16 @@ from tilewright.ir.literal import Literal
 from tilewright.ir.pattern import Trace
 from tilewright.program import Program
 from tilewright.progress import Progress, said
-from tilewright.runtime.executable import prepare
+from tilewright.recent import Recent
 from tilewright.runtime.partition import Part, decided, parts_for
+from tilewright.runtime.prepare import prepare
 from tilewright.schedule.ahead import Job
-from tilewright.schedule.buckets import Buckets, PackingVariants, bucketed, recalled, recorded
-from tilewright.schedule.candidate import LAST_RESORT, discover, plan_for
+from tilewright.schedule.buckets import Buckets, PackingVariants, bucketed, recalled, recorded, untimed
+from tilewright.schedule.cache import user_cache
 from tilewright.schedule.problem import AnyProblem, Problem
 from tilewright.schedule.record import Key
-from tilewright.schedule.search import Decision, search
-from tilewright.schedule.tuning_database import TuningDatabase, user_cache
+from tilewright.schedule.search import Decision, by_reference
+from tilewright.schedule.tuning_database import TuningDatabase
 from tilewright.schedule.worker import begin
 from tilewright.threads import limited, threaded
 
@@ -44,7 +45,7 @@ GraphAt = Callable[[int], Graph]
 T = TypeVar("T")
 
 # By problem, device and family: layers of one shape are searched and checked once.
-_decided: dict[tuple[AnyProblem, str, str | None], Decision] = {}
+_decided = Recent[tuple[AnyProblem, str, str | None], Decision](MOST_DECIDED)
 _deciding = threading.RLock()
 
 
@@ -69,8 +70,7 @@ class AnyRows:
         self.table, self.target, self.threads = table, target, threads
         first, last = (1, MOST_ROWS) if table is None else (table.buckets[0].first, table.buckets[-1].last)
         self._graph_at = graph_at
-        self._kept: dict[int, Program] = {}  # the last used at the end
-        self._cut: dict[int, _Cut] = {}
+        self._kept, self._cut = Recent[int, Program](KEPT), Recent[int, _Cut](KEPT)
         self._lock = threading.Lock()
         self._names, self._place = _varying_axis(graph_at(first), graph_at(last))
 
@@ -89,10 +89,9 @@ class AnyRows:
             InputError: the table does not reach it.
         """
         with self._lock:
-            found = self._kept.pop(rows, None) or self._over(rows, {})
-            if len(self._kept) >= KEPT:
-                self._kept.pop(next(iter(self._kept)))
-            self._kept[rows] = found
+            found = self._kept.find(rows)
+            if found is None:
+                found = self._kept[rows] = self._over(rows, {})
             return found
 
     def over(self, rows: int, constants: Mapping[Literal, torch.Tensor]) -> Program:
@@ -115,11 +114,10 @@ class AnyRows:
         return program
 
     def _cut_for(self, rows: int) -> _Cut:
-        if rows not in self._cut:
-            if len(self._cut) >= KEPT:
-                self._cut.pop(next(iter(self._cut)))
-            self._cut[rows] = _Cut.of(self._graph_at(rows), self.target)
-        return self._cut[rows]
+        found = self._cut.find(rows)
+        if found is None:
+            found = self._cut[rows] = _Cut.of(self._graph_at(rows), self.target)
+        return found
 
     def problems(self, rows: int) -> list[AnyProblem]:
         """The problems that the program for a number of rows poses."""
@@ -158,11 +156,11 @@ class AnyRows:
             family = self._family(rows) if isinstance(problem, Problem) else None
             key = self._key(problem, family)
             with _deciding:
-                if key not in _decided:
-                    if len(_decided) >= MOST_DECIDED:
-                        _decided.pop(next(iter(_decided)))
-                    _decided[key] = self._searched(problem, weights, family)
-                return _decided[key]
+                found = _decided.find(key)
+                if found is None:
+                    known = TuningDatabase(self.target, user_cache())
+                    found = _decided[key] = untimed(problem, self.target, weights, known, family)
+                return found
 
         return decide
 
@@ -171,21 +169,6 @@ class AnyRows:
 
     def _key(self, problem: AnyProblem, family: PackingVariants | None) -> tuple[AnyProblem, str, str | None]:
         return problem, self.target.device, None if family is None else family.name
-
-    def _searched(self, problem: AnyProblem, weights: Mapping[int, torch.Tensor], family: PackingVariants | None) -> Decision:
-        if family is not None:
-            known = TuningDatabase(self.target, user_cache(), family=family.name)
-            try:
-                return known.settle(
-                    problem, weights, lambda: search(problem, self.target, budget_s=0, candidates=[family], weights=weights)
-                )
-            except UnsupportedError:  # no point of its space has the packing for just so many rows
-                pass
-        known = TuningDatabase(self.target, user_cache())
-        among = known.candidates(problem)
-        return known.settle(
-            problem, weights, lambda: search(problem, self.target, budget_s=0, candidates=among, weights=weights)
-        )
 
 
 @threaded
@@ -249,10 +232,10 @@ def compile_rows(
         return AnyRows(graph_at, table, target, threads)
 
 
-def known_rows(graph_at: GraphAt, target: Target, *, first: int = 1, last: int = MOST_ROWS) -> Buckets | None:
-    """The table that `compile_rows` measured for a program before, in any process; None if there is none."""
+def known_rows(graph_at: GraphAt, target: Target, last: int) -> Buckets | None:
+    """The table that `compile_rows` measured for 1 to `last` rows of a program, in any process; None if there is none."""
     known = TuningDatabase(target, user_cache())
-    key = known.key_of_rows(first, last, [_product(graph_at(rows), target) for rows in (first, last)])
+    key = known.key_of_rows(1, last, [_product(graph_at(rows), target) for rows in (1, last)])
     return _recalled(graph_at, target, known, key, 0.0)
 
 
@@ -301,14 +284,11 @@ def _only(found: Sequence[T], source: Graph) -> T:
 def _posed(source: Graph, target: Target) -> tuple[Problem, Mapping[int, torch.Tensor]]:
     """The product of a program and its weights."""
     found: list[tuple[Problem, Mapping[int, torch.Tensor]]] = []
-    reference = [c for c in discover() if c.preference >= LAST_RESORT]
 
     def decide(problem: AnyProblem, weights: Mapping[int, torch.Tensor]) -> Decision:
         if isinstance(problem, Problem):
             found.append((problem, weights))
-        plan = plan_for(reference[0], problem, target)
-        kernel = plan.build(next(iter(plan.schedules())))
-        return Decision(problem, kernel, None, (), False, False)
+        return by_reference(problem, target)
 
     cut = _Cut.of(source, target)
     prepare(cut.source, cut.graph, target, cut.trace, decide, made=Program, parts=cut.parts)

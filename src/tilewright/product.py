@@ -19,7 +19,7 @@ from tilewright.ir.ops import FUNCTIONS, Overflow
 from tilewright.ir.types import Shape, TensorType
 from tilewright.program import Program
 from tilewright.runtime.arrays import Array, dtype_of, from_dlpack, is_numpy
-from tilewright.threads import check
+from tilewright.threads import valid_count
 
 DEFAULT_BUDGET_S = 1.0
 _OF_THE_RESULT = ("scale", "bias", "residual", "out_scale", "out_zero_point")  # what broadcasts to it
@@ -107,7 +107,7 @@ def matmul(
         raise InputError(f"group_size is {group_size}", hint="a positive number of elements along K")
     request = (transpose_a, transpose_b, acc_dtype, out_dtype, overflow, group_size, activation)
     where = device or one_of(str(t.device) for t in arrays.values() if isinstance(t, torch.Tensor))
-    return _compiled(tuple(types.items()), request, where, budget_s, check(threads))(*arrays.values())
+    return _compiled(tuple(types.items()), request, where, budget_s, valid_count(threads))(*arrays.values())
 
 
 def _number_type(name: str, types: Mapping[str, TensorType]) -> DType:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from html import escape
@@ -17,9 +18,18 @@ from tilewright.ir.artefact import Container
 from tilewright.ir.graph import label_of
 from tilewright.ir.state import caller_inputs
 from tilewright.report.schema import Explain, Perf, to_json
-from tilewright.runtime.artefact import load
-from tilewright.runtime.background import Background, Chooser
+from tilewright.runtime.artefact.read import load
+from tilewright.runtime.background import Background
 from tilewright.runtime.executable import Executable
+from tilewright.runtime.prepare import chooser
+from tilewright.runtime.steps import Decide, Posed, Step, kernel_step
+from tilewright.schedule.cache import user_cache
+from tilewright.schedule.chooser import Chooser
+from tilewright.schedule.measure import synchronize
+from tilewright.schedule.problem import AnyProblem
+from tilewright.schedule.search import Decision
+from tilewright.schedule.tuning_database import TuningDatabase
+from tilewright.threads import limited
 
 if TYPE_CHECKING:
     import torch
@@ -79,6 +89,24 @@ class Program(Executable):
         """
         return self.search is None or self.search.wait(timeout_s)
 
+    def rechosen(self, steps: Sequence[Step], which: Callable[[Decision], bool], choose: Decide) -> tuple[Step, ...]:
+        """Steps of this program, with other kernels for those whose decisions are meant and whose weights were not dropped."""
+        made, chosen = list(steps), dict[AnyProblem, Decision]()
+        with limited(self.threads):
+            for i, step in enumerate(steps):
+                if step.decision is not None and which(step.decision):
+                    one = self.posed(step)
+                    if all(s in self._ready for s in one.sources if s.constant):
+                        if one.problem not in chosen:
+                            chosen[one.problem] = choose(one.problem, one.weights)
+                        made[i] = kernel_step(self.graph, one, self._ready, chosen[one.problem])
+        synchronize(self.target.device)
+        return tuple(made)
+
+    def posed(self, step: Step) -> Posed:
+        """The problem that a step does, with its weights, as far as they were not dropped."""
+        return Posed.of(step.part, self._ready)
+
     def drop_weights(self) -> int:
         if self.search is not None:
             self.search.stop()  # it packs weights
@@ -89,16 +117,20 @@ class Program(Executable):
             memo[id(self.search)] = None  # a copy stays as it is
         return super().__deepcopy__(memo)
 
-    def explain(self) -> Report[Explain]:
-        """Account for every product: what is folded into it, what is not and why, which kernel does it, why others do not.
+    def explain(self, *, everything: bool = False) -> Report[Explain]:
+        """Account for every product: what is folded into it, what is not and why, which kernel does it, why others do not; and
+        say what to change in the model.
 
         The cost of what is not folded is estimated from the machine's rates; these are measured once (seconds) and kept.
+
+        Args:
+            everything: print each account whole, with all candidates, as `tilewright explain -v`; the facts are the same.
         """
         from tilewright.report.explain.explain import explain_program
         from tilewright.report.text.explain_text import print_explain
 
         facts = explain_program(self, self.source.name, self._ceilings())
-        return Report(facts, lambda out: print_explain(out, facts))
+        return Report(facts, lambda out: print_explain(out, facts, everything=everything))
 
     def perf(self, *args: object, iterations: int | None = None, **inputs: object) -> Report[Perf]:
         """Time the program and each of its steps, for a few seconds in all. State that calls write is then as it was before.
@@ -159,7 +191,7 @@ def load_program(
             this process.
 
     Returns:
-        Program: results are equal to those of the program that was saved. What rules did is not kept (`trace`, `layers`).
+        Program: results are equal to those of the program that was saved. Graphs between rules (`trace`) are not kept.
 
     Raises:
         InputError: the file cannot be read, is no saved program, or is damaged; or its code is not signed and `trust` is not
@@ -168,3 +200,26 @@ def load_program(
     """
     check_type(path, (str, PathLike), "path", '"model.twp"')
     return load(Container(Path(path)), Program, trust=trust, device=device, budget_s=budget_s, threads=threads)
+
+
+def search_behind(program: Program, budget_s: float, *, cache: bool) -> bool:
+    """Search better kernels for a program in a thread, as `compile(..., background=True)` does, unless it was done or another
+    program's search that began so is under way; tell whether it began."""
+    with _one_search:
+        if program.search is not None or any(_goes_on(p) for p in _searching):
+            return False
+        known = TuningDatabase(program.target, user_cache()) if cache else None
+        program.search_on(lambda: chooser(program.graph, program.target, budget_s, None, known))
+        _searching[:] = [program]
+        return True
+
+
+def _goes_on(program: Program) -> bool:
+    try:
+        return not program.wait(0)
+    except Exception:  # what ended it was logged
+        return False
+
+
+_searching: list[Program] = []
+_one_search = threading.Lock()

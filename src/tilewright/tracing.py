@@ -1,4 +1,4 @@
-"""The one thread that may have torch trace a program.
+"""The one thread that may have torch trace a program, and whether torch transforms the one that runs.
 
 `torch.export`, `make_fx` and the compiler that traces with them keep their state in variables of the process. Two threads that
 trace at once fail, and leave a state in which every later trace fails, too. Whoever traces holds `TRACING`, for as long as it
@@ -11,6 +11,7 @@ import threading
 from types import TracebackType
 
 import torch
+from torch.autograd import forward_ad
 
 
 class _Tracing:
@@ -52,6 +53,24 @@ def _keep_device_guard() -> None:
     threading.Thread(target=install_and_wait, name="tilewright-device-guard", daemon=True).start()
     done.wait()
     torch._C._ensureCUDADeviceGuardSet = lambda: None  # pyright: ignore
+
+
+def transformed() -> bool:
+    """Tell whether torch computes derivatives forward now (`torch.autograd.forward_ad`), or runs within a transform of
+    `torch.func`, such as `jvp`, `vmap` or `grad`: tensors may stand for others then, or have a tangent."""
+    stack: object = torch._C._functorch.peek_interpreter_stack()  # pyright: ignore
+    return stack is not None or forward_ad._current_level >= 0  # pyright: ignore[reportPrivateUsage]
+
+
+# As `torch.compiler.assume_constant_result`, without importing Dynamo: it asks once, while it traces, and knows that the answer
+# belongs to what it traces. It would break the graph here else (torch 2.11), and go on by tracing what runs kernels.
+transformed._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def is_transformed(t: torch.Tensor) -> bool:
+    """Tell whether a tensor stands for others or has a tangent (`transformed`)."""
+    stands: bool = torch._C._functorch.is_functorch_wrapped_tensor(t)  # pyright: ignore
+    return stands or (forward_ad._current_level >= 0 and forward_ad.unpack_dual(t).tangent is not None)  # pyright: ignore[reportPrivateUsage]
 
 
 TRACING = _Tracing()

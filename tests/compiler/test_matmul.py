@@ -28,6 +28,7 @@ def close(got, wanted, rtol=1e-5):
     np.testing.assert_allclose(np.asarray(got, dtype=np.float64), wanted, rtol=rtol, atol=rtol * max(np.abs(wanted).max(), 1))
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize("ta", [False, True])
 @pytest.mark.parametrize("tb", [False, True])
 @pytest.mark.parametrize("batch", [((), ()), ((3,), (3,)), ((3,), ()), ((2, 1), (5,))])
@@ -37,6 +38,7 @@ def test_transposes_and_batches(ta, tb, batch):
     close(matmul(stored_a, stored_b, transpose_a=ta, transpose_b=tb), a.astype(float) @ b)
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize("ta", [False, True])
 @pytest.mark.parametrize("tb", [False, True])
 @pytest.mark.parametrize(("a", "b"), [((6,), (6,)), ((4, 6), (6,)), ((6,), (6, 5)), ((3, 4, 6), (6,)), ((6,), (2, 3, 6, 5))])

@@ -1,4 +1,4 @@
-"""What a compiled program says of itself: reports, a line, a notebook's view."""
+"""A compiled program's account of itself: reports, a line, a notebook's view."""
 
 from __future__ import annotations
 

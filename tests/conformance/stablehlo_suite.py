@@ -132,7 +132,7 @@ def _with_inputs(name: str, text: str) -> Program:
 
 
 def judge(program: Program) -> tuple[str, str]:
-    """What became of a program: "pass", "refused", "wrong", "zero" (right but for a zero's sign) or "untyped", and why."""
+    """Judge a program: "pass", "refused", "wrong", "zero" (right but for a zero's sign) or "untyped", and why."""
     import torch
 
     from tilewright.compiler import optimise
@@ -157,7 +157,7 @@ def judge(program: Program) -> tuple[str, str]:
 
 
 def _differ(a: object, b: object, *, powers: bool = False) -> str:
-    """How a value differs from what is expected, or nothing: floats within a few steps of a magnitude of one or more, bytes
+    """Say how a value differs from what is expected, or nothing: floats within a few steps of a magnitude of one or more, bytes
     that are exponents (`powers`) as powers of two."""
     import torch
 
@@ -178,7 +178,7 @@ def _differ(a: object, b: object, *, powers: bool = False) -> str:
 
 
 def serve() -> None:
-    """In a child: programs on standard input, verdicts on standard output, a line of JSON each."""
+    """Serve a parent: programs on standard input, verdicts on standard output, a line of JSON each."""
     answer = sys.stdout
     sys.stdout = sys.stderr
     for line in sys.stdin:

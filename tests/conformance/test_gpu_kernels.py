@@ -77,7 +77,7 @@ def assert_right(candidate, p, schedules, target):
 
 
 def kinds(p, target, of):
-    """Of the Hopper kernel's points, the first of each kind."""
+    """The first of each kind among the Hopper kernel's points."""
     found = {}
     for point in tile_configs(hopper_plan.plan_of(p, target)):
         found.setdefault(of(point), point)

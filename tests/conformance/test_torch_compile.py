@@ -7,28 +7,17 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+from tiny_decoder import DECODER
 from torch._dynamo.utils import counters
 from transformers import CompileConfig
 
 import tilewright
 from tilewright import dynamo
-from tilewright.schedule import tuning_database
+from tilewright.schedule import cache as schedule_cache
 
 pytestmark = pytest.mark.conformance
 
 NOW = {"budget_s": 0, "met": 1}
-DECODER = {
-    "vocab_size": 128,
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 256,
-    "bos_token_id": 1,
-    "eos_token_id": None,
-    "pad_token_id": 0,
-}
 ENCODER = {k: v for k, v in DECODER.items() if k in ("hidden_size", "intermediate_size", "num_hidden_layers")}
 WHISPER = {
     "vocab_size": 128,
@@ -113,7 +102,7 @@ def decisions(tmp_path_factory):
 def decided_once(monkeypatch, decisions: Path, no_memory_of_other_tests):
     dynamo.register()
     monkeypatch.setenv("TILEWRIGHT_CACHE", str(decisions))
-    monkeypatch.setattr("tilewright.compiler.user_cache", tuning_database.user_cache)
+    monkeypatch.setattr("tilewright.compiler.user_cache", schedule_cache.user_cache)
     torch._dynamo.reset()
     counters.clear()
     gc.collect()  # `graphs()` are those of one test

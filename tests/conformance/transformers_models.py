@@ -268,7 +268,7 @@ def reasons(program: Any) -> dict[str, int]:
 
 
 def differing_attention(model: Any, inputs: Any, wanted: list[list[Any]]) -> float:
-    """How far a model's two ways to compute one and the same attention are apart, as eager torch runs both.
+    """The distance between a model's two ways to compute one and the same attention, as eager torch runs both.
 
     Some models lose the causality of their masks where the mask is full and torch's fused attention is to know it. No result
     is the right one then, so that the plain way is compared, and `wanted` becomes what that gives.
@@ -292,7 +292,7 @@ def differing_attention(model: Any, inputs: Any, wanted: list[list[Any]]) -> flo
 
 
 def outcome(name: str) -> dict[str, Any]:
-    """What comes of one architecture."""
+    """Compile and judge one architecture."""
     import torch
 
     import tilewright

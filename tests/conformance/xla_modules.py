@@ -192,7 +192,7 @@ def judge(text: str) -> Iterator[tuple[str, str]]:
 
 
 def serve() -> None:
-    """In a child: a module's text on a line of JSON in, verdicts out, an empty line behind the last."""
+    """Serve a parent: a module's text on a line of JSON in, verdicts out, an empty line behind the last."""
     answer = sys.stdout
     sys.stdout = sys.stderr
     for line in sys.stdin:

@@ -1,11 +1,12 @@
 """`torch.compile(backend="tilewright")` against torch's own results: shapes, mutations, parameters that change, gradients."""
 
 import copy
-import threading
 
 import pytest
 import torch
+from in_threads import in_threads
 from torch._dynamo.utils import counters
+from torch.autograd import forward_ad
 from torch.nn import functional
 
 from tilewright.dynamo.compiled import graphs
@@ -41,7 +42,7 @@ class Attending(torch.nn.Module):
 
 
 def test_twenty_shapes_take_at_most_three_compiles():
-    """Of more than one row and token; torch itself makes a graph for each extent of 1."""
+    """They have more than one row and token; torch itself makes a graph for each extent of 1."""
     model = torch.nn.Sequential(torch.nn.Linear(32, 48), torch.nn.GELU(), torch.nn.Linear(48, 16)).eval()
     f = compiled(model, dynamic=True)
     draw = torch.Generator().manual_seed(1)
@@ -322,6 +323,17 @@ def test_grad_and_no_grad_have_graphs_of_their_own():
         torch.testing.assert_close(f(x), model(x))
 
 
+def test_derivatives_forward():
+    f = torch.nn.Sequential(torch.nn.Linear(8, 4), torch.nn.GELU()).requires_grad_(False)
+    g = torch.compile(f, backend="tilewright", options=NOW)
+    x, v = torch.randn(2, 3, 8)
+    g(x)
+    wanted = torch.func.jvp(f, (x,), (v,))[1]
+    with forward_ad.dual_level():
+        torch.testing.assert_close(forward_ad.unpack_dual(g(forward_ad.make_dual(x, v))).tangent, wanted)
+    torch.testing.assert_close(torch.func.jvp(g, (x,), (v,))[1], wanted)
+
+
 def test_autocast():
     model = Attending().eval()
     f, x = compiled(model), torch.randn(2, 5, 32)
@@ -398,6 +410,24 @@ def test_what_no_graph_holds_runs_in_torch():
     assert "complex" in latest().why and not latest().programs
 
 
+def test_where_a_graph_breaks_is_advice():
+    first, second = (torch.nn.Linear(64, 64).eval() for _ in range(2))
+
+    def f(x):
+        x = torch.relu(first(x))
+        torch._dynamo.graph_break()
+        return second(x)
+
+    x = torch.randn(4, 64)
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(f, fullgraph=False)(x), f(x))
+    before, behind = graphs()[-2:]
+    (found,) = before.programs[0].explain().facts.advice
+    assert found.kind == "graph-break" and found.where[0].startswith("test_backend.py:") and "graph_break()" in found.where[0]
+    assert found.saves_us and "Python between is not counted" in found.basis and "nothing is fused across" in found.why
+    assert behind.broken == "" and behind.programs[0].explain().facts.advice == []
+
+
 def test_torch_runs_extents_until_they_are_met_again():
     model = torch.nn.Linear(8, 4).eval()
     f = compiled(model, dynamic=True, met=2)
@@ -434,11 +464,7 @@ def test_threads():
                 if not torch.allclose(got, wanted[i], rtol=1e-4, atol=1e-5):
                     wrong.append(i)
 
-    threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
-    for t in threads:
-        t.start()
-    for t in threads:
-        t.join()
+    in_threads(4, work)
     assert not wrong
 
 

@@ -1,4 +1,4 @@
-"""What torch's own tests ask of backends (pytorch, test/dynamo/test_backends.py), asked of this one by its name."""
+"""Torch's own tests of backends (pytorch, test/dynamo/test_backends.py), asked of this one by its name."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""What tests of generated gemms on a device share: random gemms, kernels compiled side by side, results in guarded memory."""
+"""Helpers for tests of generated gemms on a device: random gemms, kernels compiled side by side, results in guarded memory."""
 
 import functools
 from concurrent.futures import ProcessPoolExecutor

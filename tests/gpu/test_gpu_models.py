@@ -2,7 +2,6 @@
 
 import subprocess
 import sys
-import threading
 from dataclasses import replace
 
 import pytest
@@ -10,6 +9,7 @@ import torch
 from attentions import SHAPES, attention, quantised
 from fusions import by_row, norm
 from fusions import problem_of as fusion_problem
+from in_threads import in_threads
 
 import tilewright
 from tilewright.dtype import BF16, F8E4M3FN, F8E5M2, F16, F32, PRED, S8, S32, S64, U8
@@ -117,11 +117,7 @@ def test_streams_and_threads_do_not_meet():
                 results[at] = program(inputs[at])
             torch.cuda.current_stream().synchronize()
 
-    threads = [threading.Thread(target=work, args=(i,)) for i in range(len(inputs))]
-    for t in threads:
-        t.start()
-    for t in threads:
-        t.join()
+    in_threads(len(inputs), work)
     for got, want in zip(results, wanted, strict=True):
         close(got, want)
 
@@ -160,7 +156,7 @@ def test_a_step_on_the_host_runs_between_two_graphs():
 
 
 def test_a_step_that_waits_for_the_host_is_left_out_of_the_graph():
-    """What breaks a capture costs the steps before and after it nothing, and the device stays usable."""
+    """Breaking a capture costs the steps before and after nothing, and the device stays usable."""
     from tilewright.runtime.replay import Bound, CudaGraphs, Replay
 
     x = torch.randn(8, 8, device="cuda")
@@ -197,7 +193,7 @@ def test_verify_and_perf_of_a_model():
 
 
 def test_an_index_out_of_range_ends_the_program():
-    """As torch's own lookup: the device stops, and no memory beside the table is read."""
+    """Torch's own lookup does the same: the device stops, and no memory beside the table is read."""
     code = """
 import torch, tilewright
 table = torch.nn.Sequential(torch.nn.Embedding(50, 64), torch.nn.LayerNorm(64)).eval()
@@ -257,7 +253,7 @@ def whole_rows(node):
 
 @pytest.mark.parametrize(("dtype", "causal"), [(F16, "no"), (BF16, "upper"), (F16, "lower")])
 def test_attentions_whose_blocks_stay_agree_with_the_oracle(dtype, causal):
-    """Of more heads than there are multiprocessors, so that blocks go on to others, and of fewer; of odd numbers of tiles."""
+    """There are more heads than multiprocessors, so that blocks go on to others, and fewer; and odd numbers of tiles."""
     if "sm_90" not in GPU.features:
         return
     nodes = [

@@ -1,4 +1,4 @@
-"""How a GPU is timed, on one whose clock is ours: what events take must not show in what a call is said to take."""
+"""Timing of a GPU whose clock is ours: what events take must not show in what a call is said to take."""
 
 import contextlib
 import io
@@ -11,7 +11,7 @@ import tilewright
 from tilewright.ir.notation import parse
 from tilewright.report.measure import perf
 from tilewright.report.measure.inputs import make_feeds
-from tilewright.report.measure.timing import SPAN_US, Rounds, Times, device_us
+from tilewright.report.measure.timing import RESTS, SPAN_US, Rounds, Times, device_us
 from tilewright.report.text import perf_table
 from tilewright.schedule import measure
 from tilewright.schedule.measure import MOST_TOGETHER, time_interleaved
@@ -110,6 +110,17 @@ def test_a_kernel_within_a_program_is_timed_as_it_is_launched_there(monkeypatch)
     assert not waits.replayed and waits.median_us == pytest.approx(25.0 + LAUNCH_US, rel=0.01)
 
 
+def test_where_time_is_short_a_gpu_rests_between_three_timings_and_not_behind_them(monkeypatch):
+    gpu, slept = FakeGpu(monkeypatch), []
+    monkeypatch.setattr(measure.time, "sleep", lambda s: slept.append(1e6 * s) or setattr(gpu, "host", gpu.host + 1e6 * s))
+    times = device_us(gpu.kernel(100.0), "cuda", Rounds.of(None, 1e-3), captured=True)
+    assert times.replayed and times.calls == 3 and times.us == pytest.approx([100.0] * 3, rel=0.02)
+    assert slept == pytest.approx([0.0, *[RESTS * 300.0] * 2], rel=0.02)
+    slept.clear()
+    late = device_us(gpu.kernel(100.0), "cuda", Rounds.of(None, 1e-9), captured=True)  # it took over ten times its time
+    assert len(late.us) == 1 and slept == [0.0]
+
+
 def test_candidates_are_told_apart_by_their_kernels_alone(monkeypatch):
     gpu = FakeGpu(monkeypatch)
     fast, slow = gpu.kernel(5.0), gpu.kernel(7.0)
@@ -153,13 +164,13 @@ def test_a_cold_call_is_timed_again_if_the_device_waited_for_the_host(monkeypatc
     )
 
 
-def test_the_report_says_how_many_calls_were_timed_together(monkeypatch):
+def test_the_report_says_how_many_calls_were_timed_together():
     graph = parse("f32[8,16] @ f32[16,8]")
     program, feeds = tilewright.compile(graph, budget_s=0, cache=False), make_feeds(graph)
     shown, asked = [], []
     for times in (Times([24.0, 25.0, 26.0]), Times([24.0, 25.0, 26.0], 40, replayed=True)):
-        monkeypatch.setattr(perf, "device_us", lambda *given, times=times, captured: asked.append(captured) or times)
-        measured = perf.measure(program, "product", feeds, program.target)
+        timer = lambda *given, times=times, captured: asked.append(captured) or times  # noqa: E731
+        measured = perf.measure(program, "product", feeds, program.target, timer=timer)
         out = io.StringIO()
         perf_table.print_perf(Console(file=out, width=200), measured)
         shown.append((measured.report.summary, out.getvalue()))

@@ -48,7 +48,7 @@ def text(kind: str, f: Callable[..., Any], *args: Any) -> str:
 
 
 def xla(module: str, *args: np.ndarray) -> list[np.ndarray]:
-    """What XLA's CPU compiler makes of StableHLO text."""
+    """Run StableHLO text as XLA's CPU compiler compiles it."""
     from jaxlib import xla_client
 
     devices = jax.devices("cpu")[:1]

@@ -76,6 +76,7 @@ class Wrong:
     name = "wrong"
     kinds = frozenset({"gemm", "attention"})
     devices = frozenset({"cpu"})
+    ranks = "one"
     preference = 1
 
     def plan(self, problem: AnyProblem, target: Target) -> WrongPlan:

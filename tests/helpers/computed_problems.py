@@ -34,7 +34,7 @@ def prologues(d: DType, m: int, k: int) -> dict[str, Node]:
 
 
 def sides(d: DType, m: int, n: int) -> dict[str, Node]:
-    """What is added to a product [m, n]."""
+    """Expressions that are added to a product [m, n]."""
     c = input_("side", d, (m, n))
     return {
         "beta": map_("multiply", c, const(0.5, d)),

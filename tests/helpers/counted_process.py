@@ -15,14 +15,13 @@ from collections import Counter
 import torch
 
 import tilewright
-from tilewright import m_dispatch
 from tilewright.candidates.llvm.runtime import engine
 from tilewright.cli import main
 from tilewright.frontends import LoadOptions
 from tilewright.hardware import ceilings
 from tilewright.linear import kernels
 from tilewright.runtime import programs
-from tilewright.schedule import bench, budget, search, tuning_database
+from tilewright.schedule import bench, buckets, budget, search, tuning_database
 
 torch.set_num_threads(1)
 done: Counter[str] = Counter()
@@ -45,7 +44,7 @@ counting(bench, "time_interleaved", "timed")
 counting(search._Search, "run", "searched")
 counting(programs, "keep", "kept")
 tuning_database.TuningDatabase._quiet = lambda self: False  # what was measured beside other tests is not measured again
-for module in (budget, m_dispatch, tuning_database):
+for module in (budget, buckets, tuning_database):
     assert module.search is search.search
 
 

@@ -163,7 +163,7 @@ def dotted(f: Function, lanes: int, acc: str, a: str, b: str, signed: tuple[bool
 
 
 def neon(module: Module, name: str, instruction: str) -> None:
-    """On 128 bits: acc[i] += a[i] . b[i], or the 2 x 2 products of two rows by two columns."""
+    """An instruction on 128 bits: acc[i] += a[i] . b[i], or the 2 x 2 products of two rows by two columns."""
     floats = instruction.startswith("bf")
     acc, operand = vec(4, "float" if floats else "i32"), "<8 x bfloat>" if floats else "<16 x i8>"
     signs = {"s": (True, True), "u": (False, False), "us": (False, True)}.get(re.split("dot|mmla", instruction)[0])

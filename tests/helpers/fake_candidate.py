@@ -14,6 +14,7 @@ class Fake:
 
     kinds = frozenset({"gemm"})
     devices = frozenset({"cpu"})
+    ranks = "one"
     package = ""
 
     def __init__(self, name, run=None, preference=30, refuse=None, schedules=DEFAULT, build=None, prepare=None):

@@ -23,7 +23,7 @@ FORBIDDEN = ("os.system", "os.exec", "os.posix_spawn", "os.spawn", "subprocess.P
 
 @dataclass
 class Outcome:
-    """What became of one case: right, typed, wrong, untyped, crash or hang; with a sentence."""
+    """The outcome of one case: right, typed, wrong, untyped, crash or hang; with a sentence."""
 
     kind: str
     what: str = ""

@@ -112,7 +112,7 @@ class Line:
 
     @property
     def codes(self):
-        """Whether codes are multiplied by codes."""
+        """Tell whether codes are multiplied by codes."""
         a, b = self.a, self.b
         blocked = a.attribute[:5] in ("group", "block") or b.attribute[:5] in ("group", "block")
         return a.is_integer and b.is_integer and not blocked
@@ -132,9 +132,11 @@ class Line:
         """Type and shape of a side input."""
         name, _, said = word.partition(":")
         shape = self.result_shape
-        shapes = {"bias": shape[-1:], "residual": shape, "scale": (), "row": (*shape[:-1], 1)}
-        natural = self.result if self.result in EPSILON and name in ("bias", "residual") else "f32"
-        return said or natural, shapes[name]
+        shapes = {"number": (), "column": shape[-1:], "row": (*shape[:-1], 1), "result": shape}
+        natural = (
+            self.result if self.result in EPSILON and name in ("offset", "bias", "row_bias", "residual", "factor") else "f32"
+        )
+        return said or natural, shapes[WORDS[name]]
 
     def input_types(self):
         """(name, type, shape) of every input, in the order of the line."""
@@ -147,7 +149,7 @@ class Line:
             if operand.zero_point:
                 found.append((f"{name}_zero_point", operand.dtype, () if shape is None else shape))
         for _, side in self.steps:
-            if side.partition(":")[0] in ("bias", "residual", "scale", "row"):
+            if side.partition(":")[0] in WORDS:
                 found.append((side.partition(":")[0], *self.side_type(side)))
         for mode in self.modes:
             if mode.startswith("scale="):
@@ -239,7 +241,7 @@ class Line:
             moved = [UNARY[fn](value + s * slack) for s in (-1, 0, 1)]
         else:
             word = side.partition(":")[0]
-            if word in ("bias", "residual", "scale", "row"):
+            if word in WORDS:
                 other = named[word].pop(0)
             else:
                 other = np.asarray(int(word) if side.endswith(":s32") else float(word))
@@ -316,6 +318,15 @@ def assert_means(line, arrays, got):
     assert (near | both | beyond | edge).all(), (str(line), got, wanted, slack)
 
 
+WORDS = {
+    "offset": "number",
+    "scale": "number",
+    "bias": "column",
+    "column_scale": "column",
+    "residual": "result",
+    "factor": "result",
+}
+WORDS |= {"row_bias": "row", "row_scale": "row", "row": "row"}
 EXTENT = st.sampled_from([0, 1, 2, 3, 5, 7, 8, 13])
 FLOATS = ("f64", "f32", "f16", "bf16", "f8e4m3fn", "f8e5m2")
 
@@ -350,7 +361,7 @@ def lines(draw, plain=False, largest=EXTENT):
     line.batch, line.extents = np.broadcast_shapes(*batches), (m, n, k)
     if plain:
         return line
-    sides = st.sampled_from(["bias", "residual", "row", "scale", "bias:f32", "0.5", "-2", "row:f16", "bias:s32", "3:s32"])
+    sides = st.sampled_from([*WORDS, "bias:f32", "0.5", "-2", "row:f16", "bias:s32", "3:s32"])
     step = st.one_of(
         st.tuples(st.sampled_from(sorted(UNARY)), st.just("")),
         st.tuples(st.sampled_from(["+", "-", "*", "maximum", "minimum"]), sides),

@@ -7,6 +7,8 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
+import warm
+
 
 def install(
     folder: Path, package: str, modules: Mapping[str, str], points: Mapping[str, Mapping[str, str]], version: str = "0.1"
@@ -25,14 +27,13 @@ def install(
 
 
 def run(program: str, *folders: Path, timeout_s: float = 200, **environment: str) -> tuple[str, str]:
-    """What a program prints, and what it writes to standard error, where the folders are on Python's path."""
+    """Run a program with the folders on Python's path; give what it prints, and what it writes to standard error."""
     path = os.pathsep.join([*map(str, folders), *(p for p in sys.path if p)])
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", **environment},
-        capture_output=True,
-        text=True,
-        timeout=timeout_s,
-    )
+    given = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", **environment}
+    if "TRITON_INTERPRET" in environment:  # which Triton reads when it is imported
+        command = [sys.executable, "-c", program]
+        done = subprocess.run(command, env=given, capture_output=True, text=True, timeout=timeout_s)
+    else:
+        done = warm.run(["-c", program], given, timeout=timeout_s)
     assert done.returncode == 0, done.stderr
     return done.stdout, done.stderr

@@ -34,7 +34,7 @@ NAMED = (
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of one case.
+    """The outcome of one case.
 
     Attributes:
         name: of the case.
@@ -130,7 +130,7 @@ def _value(v: object) -> object:
 
 
 def _compare(expected: list[Any], got: list[Any], case: Any) -> None:
-    """By the official runner's rule: same shape and dtype, close within the case's own tolerances."""
+    """Compare by the official runner's rule: same shape and dtype, close within the case's own tolerances."""
     from onnx.backend.test.runner import Runner
 
     assert len(got) == len(expected)

@@ -38,7 +38,7 @@ class Drawn:
 
 @dataclass
 class Node:
-    """What a generator fills in.
+    """A node as a generator fills it in.
 
     Attributes:
         inputs: value, or None where absent; those in `constant` are initializers.

@@ -226,7 +226,7 @@ def _saved(level: str) -> Writer:
 
 
 def _writers(model: str) -> dict[str, tuple[str, Writer]]:
-    """For each variant the one it is made from, and how."""
+    """Give each variant the one it is made from, and the function that makes it."""
     only = {"op_types_to_quantize": ["MatMul", "Gemm"]}
     kind = {"llama": "gpt2"}.get(model, model)
     found: dict[str, tuple[str, Writer]] = {

@@ -154,7 +154,7 @@ MACHINES = {
 
 
 def missing(architecture: str) -> str | None:
-    """What is not installed of what runs an architecture's kernels, None if everything is."""
+    """Say what is not installed of what runs an architecture's kernels; None if everything is."""
     lacking = [tool for tool, *_ in MACHINES[architecture][1:] if shutil.which(tool) is None]
     return f"not installed: {', '.join(lacking)}" if lacking else None
 

@@ -31,7 +31,7 @@ class Drawn:
         return Node(Param(len(self.types) - 1, self.types[-1]))
 
     def operand(self, dtype, shape):
-        """Of this shape, under a view of a source."""
+        """An operand of this shape, under a view of a source."""
         *lead, rows, columns = shape
         match self.draw(st.sampled_from(["plain", "plain", "transposed", "heads", "part"])):
             case "transposed":

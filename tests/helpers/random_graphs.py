@@ -39,7 +39,7 @@ def joined(x, y):
 
 
 def quantised(x):
-    """Through 8-bit codes and back."""
+    """Quantise x to 8-bit codes, and dequantise those."""
     scale = const(0.1, F32)
     return Node(Dequantize(F32), Node(Quantize(S8), x, scale), scale)
 

@@ -327,7 +327,7 @@ class _Builder:
         self.keep(Node(Concat(axis), *(self.value(fits) or x for _ in range(self.pick((2, 3))))))
 
     def mixed(self) -> None:
-        """What is neither a product nor elementwise."""
+        """Add an operation that is neither a product nor elementwise."""
         x = self.value(lambda n: n.dtype in FLOATS and len(n.shape) >= 1)
         if x is None:
             return

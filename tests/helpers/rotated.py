@@ -38,7 +38,7 @@ def of_queries_and_keys(dtype: DType = BF16, batch: int = 2, length: int = 5, he
 
 
 def in_part(dtype: DType = F32) -> Node:
-    """Of each head's 16 elements the first 10 are turned (GPT-NeoX, Phi)."""
+    """A rotation of the first 10 of each head's 16 elements (GPT-NeoX, Phi)."""
     x, *_ = heads(dtype, 2, 5, 3, 16)
     cos, sin = (input_(n, dtype, (5, 10)) for n in ("cos", "sin"))
     return Node(Concat(3), turned(slice_(x, 3, 0, 10), cos, sin), slice_(x, 3, 10, 16))

@@ -1,4 +1,4 @@
-"""What every test of the rules asks: do the results agree, did the work grow, does the order of the rules matter."""
+"""Questions that every test of the rules asks: do the results agree, did the work grow, does the order of the rules matter."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def staged(graph: Graph, *stages: str, shuffle: int | None = None, trace: Trace 
 
 
 def fired(graph: Graph, rule: str, *stages: str) -> int:
-    """How often `rule` fires on the graph."""
+    """Count how often `rule` fires on the graph."""
     trace = Trace()
     staged(graph, *stages, trace=trace)
     return sum(s.rule == rule for s in trace.steps)
@@ -64,7 +64,7 @@ def feeds_of(graph: Graph, seed: int = 0) -> dict[str, torch.Tensor]:
 
 
 def results(graph: Graph, feeds: Mapping[str, torch.Tensor] | None = None) -> list[torch.Tensor]:
-    """What the oracle gives, float sums taken in float64: their order then does not show."""
+    """The oracle's results, float sums taken in float64: their order then does not show."""
     return evaluate(graph, feeds_of(graph) if feeds is None else feeds, float64=True)
 
 
@@ -110,7 +110,7 @@ def arithmetic(graph: Graph) -> int:
 
 
 def steps(graph: Graph) -> list[Part]:
-    """What runs at every call and is more than another look at the same data."""
+    """Steps that run at every call and are more than another look at the same data."""
     return [p for p in partition(graph) if not p.once and p.kind != "view"]
 
 

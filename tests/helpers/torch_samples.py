@@ -6,6 +6,7 @@ of its tensors; many are read as one program, so that tracing costs little for e
 
 from __future__ import annotations
 
+import functools
 import random
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
@@ -54,7 +55,7 @@ SUMS = ("cumsum", "mean", "sum")
 REDUCTIONS = "all amax amin any argmax argmin cumsum max mean min prod std sum var"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Sample:
     """One call of an operator."""
 
@@ -134,14 +135,14 @@ def _bits(dtype: torch.dtype) -> torch.dtype:
 
 
 def elementwise(op: Any) -> bool:
-    """Whether an operator works element by element."""
+    """Tell whether an operator works element by element."""
     from torch.testing._internal.opinfo.core import BinaryUfuncInfo, UnaryUfuncInfo
 
     return isinstance(op, (BinaryUfuncInfo, UnaryUfuncInfo)) or op.name in ("clamp", "where", "lerp", "addcmul")
 
 
 def of_numbers(op: Any) -> bool:
-    """Whether any number may be put in for any other: the arguments are no indices, sizes or the like."""
+    """Tell whether any number may be put in for any other: the arguments are no indices, sizes or the like."""
     from torch.testing._internal.opinfo.core import ReductionOpInfo
 
     return elementwise(op) or isinstance(op, ReductionOpInfo)
@@ -202,7 +203,7 @@ def results(value: Any) -> list[torch.Tensor]:
 
 
 def difference(given: torch.Tensor, wanted: torch.Tensor, others: Iterable[torch.Tensor] = ()) -> str | None:
-    """What is wrong with a result: elements that are neither those wanted nor those of another result that is as right."""
+    """Say what is wrong with a result: elements that are neither those wanted nor those of another result that is as right."""
     if given.dtype != wanted.dtype or given.shape != wanted.shape:
         return f"{given.dtype}{list(given.shape)} for {wanted.dtype}{list(wanted.shape)}"
     off = _off(given, wanted)
@@ -236,7 +237,7 @@ def _at(given: torch.Tensor, wanted: torch.Tensor, off: torch.Tensor) -> str:
 
 
 def _as_right(s: Sample, place: int, given: torch.Tensor) -> Iterator[torch.Tensor]:
-    """What else a result may be, where torch's own answer is not the only one that torch gives or C++ leaves it open."""
+    """Results that are as right, where torch's own answer is not the only one that torch gives or C++ leaves it open."""
     for again in (_strided(s), _in_a_crowd(s), _one_by_one(s), _wider(s)):
         if again is not None and again[place].shape == given.shape:
             yield again[place].to(given.dtype)
@@ -333,7 +334,7 @@ class _Calls(torch.nn.Module):
 
 @dataclass(frozen=True)
 class Finding:
-    """What came of a sample: "right", "wrong", "refused" or "crash"."""
+    """The verdict on a sample: "right", "wrong", "refused" or "crash"."""
 
     sample: Sample
     status: str
@@ -364,13 +365,19 @@ def _run(graph: Graph, inputs: Sequence[torch.Tensor], form: Form) -> list[Any]:
     return evaluate(optimise(graph) if form == "after the rules" else graph, inputs)
 
 
+@functools.lru_cache(maxsize=4)  # the forms of one program are compared one after another
+def _read(samples: tuple[Sample, ...]) -> Graph:
+    inputs = [s.tensors for s in samples]
+    return verify(frontend.load(_Calls(samples), LoadOptions(example_inputs=(inputs,))))
+
+
 def _compared(runnable: Sequence[tuple[Sample, list[torch.Tensor]]], form: Form) -> list[Finding]:
     if not runnable:
         return []
-    samples = [s for s, _ in runnable]
+    samples = tuple(s for s, _ in runnable)
     inputs = [s.tensors for s in samples]
     try:
-        graph = verify(frontend.load(_Calls(samples), LoadOptions(example_inputs=(inputs,))))
+        graph = _read(samples)
         given = iter(_run(graph, pytree.tree_leaves(inputs), form))
         found: list[Finding] = []
         names = list(graph.output_names)

@@ -1,4 +1,4 @@
-"""What the cache of decisions must survive: many writers at once, kill -9 while it writes, flipped bytes.
+"""Torture of the cache of decisions, which must survive many writers at once, kill -9 while it writes, flipped bytes.
 
 `make torture` runs it whole; the ordinary tests run it small. It imports no torch, so that hundreds of processes start fast."""
 
@@ -44,7 +44,8 @@ def record(problem: str, time_us: float = 1.5) -> Record:
     """A record of a problem, a few hundred bytes long."""
     losers = tuple(RejectedRecord(f"other{i}", f"slower: {problem} again", i + 2.5) for i in range(4))
     knobs = (("mr", 6), ("order", "nmk"), ("pack_lhs", False))
-    return Record(msgspec.structs.replace(KEY, problem=problem), f"f32[{problem}]", "llvm", knobs, time_us, losers, 1e9)
+    key = msgspec.structs.replace(KEY, problem=problem)
+    return Record("llvm", knobs, time_us, losers, key=key, problem=f"f32[{problem}]", made_s=1e9)
 
 
 def children(count: int, work: Callable[[int], None]) -> list[int]:

@@ -110,7 +110,7 @@ def quantised(path: str, folder: Path, x: Mapping[str, np.ndarray], **options: A
 
 
 def quantised_agreement(path: str, folder: Path, x: Mapping[str, np.ndarray], **options: Any) -> list[tuple[float, int]]:
-    """For each quantised tensor of the int8 model in order: the share of codes equal to onnxruntime's, the largest difference.
+    """Compare the int8 model's quantised tensors, in order: the share of codes equal to onnxruntime's, the largest difference.
 
     Each is computed from onnxruntime's own tensors before it, so that a code that rounds the other way does not cascade.
     """

@@ -130,7 +130,7 @@ def test_every_function_is_right_on_every_type_or_refused(fn):
 
 
 def close(root, given):
-    """Within four roundings of the operand's size and the result's, as kernels are held to (`schedule/intervals.py`)."""
+    """Tell which elements are within four roundings of the operand's and the result's size (`schedule/intervals.py`)."""
     wide = {param(i, t, F32): t.float() for i, t in enumerate(given.values())}  # torch's own f16 functions lose small numbers
     (wanted,) = evaluate_nodes([Node(Convert(root.dtype), Node(root.op, *wide))], wide)
     got = run_expression(root, list(given.values())).double()

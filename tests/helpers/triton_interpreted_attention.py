@@ -11,7 +11,7 @@ from triton.runtime import interpreter
 from triton_map import in_memory, scalars
 
 from tilewright.candidates.triton.attention.heads import Rounded, heads_of
-from tilewright.candidates.triton.attention.kernel import TileConfig, kernel_text, power, sources_of
+from tilewright.candidates.triton.attention.kernel import TileConfig, kernel_text, padded_extent, sources_of
 from tilewright.candidates.triton.runtime.module import module
 from tilewright.dtype import BF16, F8E4M3FN, F16, F32, PRED, S8, U8
 from tilewright.ir.build import broadcast, const, input_, map_, reshape, slice_, transpose
@@ -225,4 +225,4 @@ def test_operands_repeated_along_their_rows_or_columns_fill_a_tile():
 
 
 def test_sizes_fill_matrix_instructions():
-    assert [power(n) for n in (1, 16, 17, 64, 65)] == [16, 16, 32, 64, 128]
+    assert [padded_extent(n) for n in (1, 16, 17, 64, 65)] == [16, 16, 32, 64, 128]

@@ -62,7 +62,7 @@ interpreter._convert_float = _converted
 
 
 def in_memory(t: torch.Tensor) -> torch.Tensor:
-    """What a kernel is given: fp8 and pred as bytes."""
+    """Bytes as a kernel is given them: fp8 and pred as u8."""
     return t.contiguous().view(torch.uint8) if t.itemsize == 1 and t.dtype is not torch.int8 else t.contiguous()
 
 

@@ -125,7 +125,7 @@ def value_of(node: Node) -> np.ndarray:
 
 
 def same(got: np.ndarray, wanted: np.ndarray) -> np.ndarray:
-    """Where two arrays hold the same value: NaN is NaN, and zeros have the same sign."""
+    """Tell where two arrays hold the same value: NaN is NaN, and zeros have the same sign."""
     assert got.shape == wanted.shape, (got.shape, wanted.shape)
     if got.dtype.kind in "iub" or got.dtype.name in ("int4", "uint4"):
         return np.asarray(got == wanted)

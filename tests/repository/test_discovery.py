@@ -1,5 +1,6 @@
 """Adding a front end, a rule, a candidate or a chip is adding a file: a fake of each, dropped in a folder, is found."""
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -68,6 +69,7 @@ class Fake:
     name = "fake_for_a_test"
     kinds = frozenset({"gemm"})
     devices = frozenset({"cpu"})
+    ranks = "one"
     preference = 1
 
     def plan(self, problem, target):
@@ -235,6 +237,16 @@ def test_a_file_that_nothing_reads(tmp_path: Path):
     file.write_text("?")
     with pytest.raises(InputError, match=r"nothing here reads .*program.unknown\n  try: a file is told by its suffix"):
         load(file)
+
+
+@pytest.mark.parametrize("suffix", [*re.findall(r"\.\w+", SUFFIXES), ".pt2"])
+def test_a_suffix_in_capitals_is_the_same(suffix, tmp_path: Path):
+    def readers(name: str) -> list[str]:
+        file = tmp_path / name
+        file.write_text("HloModule m")
+        return [m.__name__ for m in discover_frontends() if m.accepts(file)]
+
+    assert readers(f"M{suffix.upper()}") == readers(f"m{suffix}") != []
 
 
 def test_a_call_is_kept_as_it_is():

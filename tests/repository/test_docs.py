@@ -1,7 +1,8 @@
 """Every code block in the README, the docs and CONTRIBUTING runs; after the language, `no-run` leaves one out, `slow` to
-`make conformance`, `triton` where that is not installed."""
+`make conformance`, `triton` where that is not installed. Notebooks run in `make conformance`, their cells in order."""
 
 import functools
+import json
 import os
 import re
 import subprocess
@@ -11,6 +12,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+import warm
 from paths import ROOT
 
 BLOCK = re.compile(r"^```(\w+)?([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -22,7 +24,7 @@ def blocks(language: str) -> list[pytest.param]:
         for i, (kind, rest, body) in enumerate(BLOCK.findall(file.read_text())):
             if kind == language and not re.search(left_out, rest):
                 marks = [pytest.mark.conformance] if "slow" in rest else []
-                found.append(pytest.param(body, id=f"{file.name}-{i}", marks=marks))
+                found.append(pytest.param(body, id=f"{file.relative_to(ROOT)}-{i}", marks=marks))
     return found
 
 
@@ -33,7 +35,7 @@ def cache() -> tempfile.TemporaryDirectory[str]:
 
 
 def run(command: list[str]) -> subprocess.CompletedProcess[str]:
-    """In a folder of its own that has the examples and the tests, with the installed command on the path."""
+    """Run a command, or a program of Python (`-c`), in a folder that has the examples and the tests, with ours on the path."""
     with tempfile.TemporaryDirectory() as folder:
         for name in ("examples", "tests"):
             (Path(folder) / name).symlink_to(ROOT / name)
@@ -43,6 +45,8 @@ def run(command: list[str]) -> subprocess.CompletedProcess[str]:
             "TILEWRIGHT_CACHE": os.environ.get("TILEWRIGHT_CACHE", cache().name),
             "OMP_NUM_THREADS": "1",
         }
+        if command[0] == "-c":
+            return warm.run(command, environment, folder, timeout=500)
         return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=500)
 
 
@@ -50,13 +54,28 @@ def run(command: list[str]) -> subprocess.CompletedProcess[str]:
 def test_python_blocks(page: str) -> None:
     """Each has names of its own, and all of a page one process: to import torch takes longer than most of them do."""
     bodies = {p.id: p.values[0] for p in blocks("python") if p.id.rpartition("-")[0] == page}
-    done = run([sys.executable, "-c", f"for name, body in {bodies!r}.items(): exec(compile(body, name, 'exec'), {{}})"])
+    done = run(["-c", f"for name, body in {bodies!r}.items(): exec(compile(body, name, 'exec'), {{}})"])
     assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize("body", blocks("sh"))
 def test_shell_block(body: str) -> None:
     done = run(["bash", "-euc", body])
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.conformance
+@pytest.mark.parametrize("notebook", sorted((ROOT / "docs").rglob("*.ipynb")), ids=lambda p: p.name)
+def test_notebook(notebook: Path) -> None:
+    cells = [c for c in json.loads(notebook.read_text("utf-8"))["cells"] if c["cell_type"] == "code"]
+    assert len(cells) > 3 and any(c["outputs"] for c in cells)
+    bodies = ["".join(c["source"]) for c in cells]
+    done = run(
+        [
+            "-c",
+            f"names = {{}}\nfor i, b in enumerate({bodies!r}): exec(compile(b, f'cell {{i}}', 'exec'), names)",
+        ]
+    )
     assert done.returncode == 0, done.stderr
 
 

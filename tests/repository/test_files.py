@@ -10,9 +10,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 from cli_programs import FAST, block, install_ceilings, install_fake_library, invoke, write
+from in_threads import in_threads
 
 from tilewright.errors import InputError
-from tilewright.files import require_writable, write_whole
+from tilewright.files import read_own, require_writable, write_own, write_whole
 from tilewright.report.measure.inputs import write_npz
 
 
@@ -55,7 +56,7 @@ def test_an_archive_goes_through_a_pipe(pipe: Path, tmp_path: Path) -> None:
 
 @pytest.fixture
 def nothing_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As root, a test that fails here would otherwise take the machine's devices with it."""
+    """Forbid to replace a file: as root, a test that fails here would otherwise take the machine's devices with it."""
 
     def never(path: Path, target: object) -> None:
         raise AssertionError(f"{target} is replaced")
@@ -111,6 +112,20 @@ def test_links_that_lead_nowhere(tmp_path: Path) -> None:
     assert names(tmp_path) == ["a", "b", "c", "d"]
 
 
+def test_threads_write_one_file_whole(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+
+    def work(i: int) -> None:
+        for _ in range(50):
+            write_whole(file, bytes([i]) * 100_000)
+            require_writable(file)
+            found = file.read_bytes()
+            assert len(found) == 100_000 and len(set(found)) == 1
+
+    in_threads(4, work)
+    assert names(tmp_path) == ["file"]
+
+
 def test_a_file_keeps_its_mode(tmp_path: Path) -> None:
     file = tmp_path / "file"
     for mode in (0o600, 0o640):
@@ -128,6 +143,28 @@ def test_a_file_that_must_not_be_written_is_left(tmp_path: Path, monkeypatch: py
         with pytest.raises(InputError, match="cannot be written: Permission denied"):
             act(file)
     assert file.read_bytes() == b"old" and names(tmp_path) == ["file"]
+
+
+def test_own_files_are_read_and_written_by_their_user_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "own"
+    for contents in (b"first", b"second"):
+        write_own(file, contents)
+        assert read_own(file) == contents and stat.S_IMODE(file.stat().st_mode) == 0o600 and names(tmp_path) == ["own"]
+    (tmp_path / "link").symlink_to(file)
+    with pytest.raises(OSError, match="link"):
+        read_own(tmp_path / "link")
+    (tmp_path / "link").unlink()
+    file.chmod(0o622)
+    with pytest.raises(PermissionError, match="could have been written by someone else"):
+        read_own(file)
+
+    def torn(*_: object) -> None:
+        raise OSError("no space")
+
+    monkeypatch.setattr(Path, "replace", torn)
+    with pytest.raises(OSError, match="no space"):
+        write_own(file, b"third")
+    assert file.read_bytes() == b"second" and names(tmp_path) == ["own"]
 
 
 @pytest.mark.parametrize("name", ["n" * 255, "é" * 127], ids=["one byte", "two bytes"])

@@ -1,4 +1,4 @@
-"""What keeps the code in shape: who may import whom, what the start must not cost, what must not stand in the source."""
+"""The code's shape: who may import whom, what the start must not cost, what must not stand in the source."""
 
 import ast
 import functools
@@ -18,8 +18,21 @@ SOURCE = ROOT / "src"
 PACKAGE = SOURCE / "tilewright"
 # From the ground up; those on one floor do not import each other.
 FLOORS = (
-    {"errors"},
-    {"dtype", "digests", "discovery", "files", "tracing", "deadline", "progress", "threads", "versions", "plug_ins"},
+    {"errors", "children", "processors", "sizes"},
+    {
+        "dtype",
+        "digests",
+        "discovery",
+        "files",
+        "cycles",
+        "recent",
+        "tracing",
+        "deadline",
+        "progress",
+        "threads",
+        "versions",
+        "plug_ins",
+    },
     {"ir", "hardware"},
     {"frontends", "rules", "schedule"},
     {"lowering"},
@@ -27,7 +40,8 @@ FLOORS = (
     {"runtime"},
     {"report"},
     {"program"},
-    {"any_shape"},
+    {"ranged"},
+    {"any_shape", "on_mesh"},
     {"compiler"},
     {"product", "m_dispatch", "racing"},
     {"linear", "jax", "dynamo", "ort", "onnx_backend"},
@@ -93,7 +107,7 @@ def test_a_decision_depends_on_all_code_that_makes_a_kernel():
 
 
 def part(module: str) -> str:
-    """What of the product a module belongs to: the second of its names."""
+    """The part of the product that a module belongs to: the second of its names."""
     pieces = module.split(".")
     name = pieces[1] if len(pieces) > 1 else pieces[0]
     return OUTSIDE.get(name, name)
@@ -133,7 +147,7 @@ def test_accounts_know_nothing_of_how_they_are_shown():
 
 
 def defines(path: Path, name: str) -> bool:
-    """Whether a module gives a name a value, or a function that name, at its top level."""
+    """Tell whether a module gives a name a value, or a function that name, at its top level."""
     for node in parsed(path).body:
         targets = node.targets if isinstance(node, ast.Assign) else ()
         if getattr(node, "name", None) == name or any(isinstance(t, ast.Name) and t.id == name for t in targets):
@@ -192,7 +206,7 @@ def test_the_public_names_are_there():
 
 
 def test_optional_packages_are_imported_inside_functions():
-    """What an extra brings must not be needed to import anything else: neither by a module nor by what it imports at once."""
+    """Packages of an extra must not be needed to import anything else: neither by a module nor by what it imports at once."""
     optional = {"onnx", "jax", "jaxlib", "triton", "plotly", "perfetto", "pynvml", "transformers", "onnxruntime", "onnxscript"}
     at_once = {module_name(p): top_level_imports(p) for p in modules()}
     own = [p.parent for p in modules() if p.stem == "__init__" and any(defines(p, name) for name in DISCOVERED.values())]
@@ -216,6 +230,87 @@ def top_level_imports(path: Path) -> list[str]:
         elif isinstance(node, ast.ImportFrom):
             found += [str(node.module), *(f"{node.module}.{a.name}" for a in node.names)]
     return found
+
+
+# Words with which no docstring begins: what follows them is no sentence by itself.
+BARE = re.compile(
+    r"(what|how|where|whether|which|who|whose|why|when|of|as|at|by|for|from|in|on|to|with|without|beside|behind|between|under|over"
+    r"|after|before|into|through|within|than|if)\b",
+    re.IGNORECASE,
+)
+
+
+@pytest.mark.skipif(not (ROOT / ".git").exists(), reason="not a checkout")
+def test_docstrings_begin_with_a_verb_or_a_noun():
+    wrong = []
+    for path in tracked():
+        if path.suffix != ".py" or not re.search(rf'"""{BARE.pattern}', path.read_text("utf-8"), re.IGNORECASE):
+            continue
+        for node in ast.walk(parsed(path)):
+            if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
+                text = ast.get_docstring(node) or ""
+                if BARE.match(text):
+                    wrong.append(f"{shown(path, node.body[0].lineno)}: {text.splitlines()[0]}")
+    assert not wrong, "\n".join(wrong)
+
+
+# Decorators that enter a function in no table. One that is in a table raises what the table's readers catch.
+PLAIN = {"property", "staticmethod", "classmethod", "contextmanager", "cache", "cached_property", "lru_cache", "override"}
+
+
+def public_functions(body: list[ast.stmt]) -> Iterator[ast.FunctionDef]:
+    for node in body:
+        if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+            yield from public_functions(node.body)
+        if isinstance(node, ast.FunctionDef) and not node.name.startswith("_"):
+            names = {ast.unparse(d).partition("(")[0].rpartition(".")[2] for d in node.decorator_list}
+            if names <= PLAIN:
+                yield node
+
+
+def errors(body: list[ast.stmt]) -> Iterator[int]:
+    """The lines at which statements raise an error of their own that they do not catch."""
+    for node in body:
+        if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call):
+            yield node.lineno
+        elif isinstance(node, ast.Try):
+            uncaught = [] if node.handlers else [node.body]
+            for part in (*uncaught, node.orelse, node.finalbody, *(h.body for h in node.handlers)):
+                yield from errors(part)
+        elif isinstance(node, ast.Match):
+            for case in node.cases:
+                yield from errors(case.body)
+        elif not isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            for part in ("body", "orelse"):
+                yield from errors(getattr(node, part, []))
+
+
+def test_a_public_function_that_raises_says_so():
+    """One without a docstring has that of what it overrides."""
+    wrong = []
+    for path in modules():
+        for function in public_functions(parsed(path).body):
+            text = ast.get_docstring(function)
+            if text is not None and "Raises:" not in text:
+                wrong += [shown(path, line) for line in errors(function.body)]
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize(
+    ("text", "count"),
+    [
+        ("if x:\n  raise E(x)", 1),
+        ("for i in x:\n  while i:\n    raise E()\n  else:\n    raise E()", 2),
+        ("try:\n  raise E()\nexcept E:\n  pass", 0),
+        ("try:\n  pass\nexcept E:\n  raise F()", 1),
+        ("try:\n  raise E()\nfinally:\n  pass", 1),
+        ("with x:\n  raise", 0),
+        ("match x:\n  case 1:\n    raise E()", 1),
+        ("def inner():\n  raise E()", 0),
+    ],
+)
+def test_errors_are_found(text, count):
+    assert len([*errors(ast.parse(text).body)]) == count
 
 
 def test_no_module_is_called_after_nothing():

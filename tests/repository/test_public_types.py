@@ -1,4 +1,4 @@
-"""Who uses the package with a type checker sees the type of every public name."""
+"""Types of public names, as a user's type checker sees them: a part of `make types`, as pyright takes a quarter of a minute."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ INTERNAL = ("candidates", "lowering", "cli", "integrations")
 pytest.importorskip("pyright")
 
 
+@pytest.mark.conformance
 def test_every_public_name_has_a_type() -> None:
     assert (Path(tilewright.__file__).parent / "py.typed").is_file()
     # Pyright asks the first Python on the path where packages are, and knows nothing of an editable install's import hook.

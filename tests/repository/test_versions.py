@@ -1,4 +1,4 @@
-"""Which versions were tried: one table, which the package's own bounds, CI and the pages agree with."""
+"""Versions that were tried: one table, which the package's own bounds, CI and the pages agree with."""
 
 from __future__ import annotations
 
