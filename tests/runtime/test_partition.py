@@ -7,13 +7,28 @@ from random_graphs import CONSTANTS, INPUTS, ONE, SHAPE, TWO, graphs, joined, qu
 from rotated import turned
 from rule_checks import graph_of
 
-from tilewright.dtype import BF16, F32, S8, S32
+from tilewright.dtype import BF16, F32, S8, S32, S64
 from tilewright.ir.build import const, convert, input_, items, map_, reduce_, reshape, slice_, transpose
 from tilewright.ir.evaluate import evaluate_nodes
 from tilewright.ir.graph import Graph, Node
-from tilewright.ir.ops import Call, Concat, Const, Dequantize, Gather, Input, Item, LayerNorm, Pad, Quantize, Softmax, gemm
+from tilewright.ir.ops import (
+    Call,
+    Concat,
+    Const,
+    Dequantize,
+    Gather,
+    Input,
+    Item,
+    LayerNorm,
+    Pad,
+    Quantize,
+    Softmax,
+    Write,
+    gemm,
+)
+from tilewright.ir.types import TensorType
 from tilewright.ir.verify import verify
-from tilewright.runtime.partition import ALONE, MOST_ALIKE, decided, partition
+from tilewright.runtime.partition import ALONE, MOST_ALIKE, MOST_NUMBERS, decided, partition
 
 X, Y, _ = INPUTS
 
@@ -263,3 +278,24 @@ def test_one_kind_of_reduction_is_one_fusion():
     apart = map_("subtract", x, mean)
     y = map_("divide", apart, reduce_("maximum", map_("abs", apart), [1], keepdims=True))
     assert len(partition(Graph("g", (x,), (Node(Softmax(-1), y),), ("y",)))) == 1
+
+
+def test_writes_at_the_same_positions_are_one_step():
+    caches = [Node(Input(name, TensorType(F32, (2, 9, 4)), mutable=True)) for name in ("k", "v", "w", "other")]
+    new = [input_(f"new_{n.op.label}", F32, (2, 1, 4)) for n in caches]
+    at, elsewhere = input_("at", S64, (1,)), input_("elsewhere", S64, (1,))
+    where = [at, at, at, elsewhere]
+    writes = tuple(Node(Write(1), c, p, n) for c, p, n in zip(caches, where, new, strict=True))
+    graph = Graph("g", (*new, at, elsewhere, *caches), writes, ("k", "v", "w", "other"), state=dict.fromkeys("kvwo", None))
+    parts = [p for p in partition(graph) if any(isinstance(n.op, Write) for n in p.nodes)]
+    assert [(p.kind, p.outputs) for p in parts] == [("write", writes[:3]), ("write", writes[3:])]
+    assert not any(map(decided, parts))
+
+
+def test_single_numbers_are_one_step_up_to_a_limit():
+    counters = [input_(f"at{i}", S64, (1,) if i % 2 else ()) for i in range(MOST_NUMBERS + 3)]
+    parts = parts_of(*(map_("add", c, const(1, S64)) for c in counters), inputs=counters)
+    assert sorted(len(p.outputs) for p in parts if not p.once) == [3, MOST_NUMBERS]
+    longer = [input_(f"long{i}", S64, (2,)) for i in range(3)]
+    parts = parts_of(*(map_("add", c, const(1, S64)) for c in longer), inputs=longer)
+    assert [len(p.outputs) for p in parts if not p.once] == [1, 1, 1]

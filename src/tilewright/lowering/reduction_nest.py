@@ -51,6 +51,7 @@ from tilewright.schedule.problem import Destination
 
 COMBINED = ("add", "mean", "maximum", "minimum", "multiply", "and", "or")
 MATERIALISED_COLUMNS = 1 << 16  # of rows whose intermediates are stored: past that they would leave the second-level cache
+FEW = 4  # results that are single numbers, of which a kernel is not worth building for fewer
 MOST_AGAIN = 1.125  # times the work of the expressions as given, at most: a mean in parts divides once more a row
 WORKED_OUT_AGAIN = 4  # instructions that cost no more than writing a value and reading it back
 
@@ -245,7 +246,7 @@ def reduction_nests(
         raise Unsupported("nothing but views: no element need move")
     if any(0 in n.shape for n in toposort(roots)):
         raise Unsupported("an extent is zero")
-    if not any(n.tensor.elements > 1 for n in toposort(roots)):
+    if len(roots) < FEW and not any(n.tensor.elements > 1 for n in toposort(roots)):
         raise Unsupported("a handful of numbers")
     written = decompose(roots)
     once = pieces_of(written, destinations, copies=False)

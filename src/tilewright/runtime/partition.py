@@ -67,8 +67,10 @@ MOVE = (Concat, Pad)
 CAST = (Quantize, Dequantize, Convert)
 ALONE = (Gemm, Attention, Call, Collective, Write)
 MOST_ALIKE = 4  # fusions that are made one step: each is code of its own in a kernel, of which there is only so much
+MOST_NUMBERS = 64  # fusions of single numbers, such as a cache's counters, that are made one step
 MOST_NODES = 200  # of a fusion that is cut: each is asked for
 _JOINED = (0, 0)  # stands for a concatenation among reductions
+NUMBERS, WRITES = "numbers", "writes"  # what parts are that are made one step though they read no one product
 ARITHMETIC = ("add", "subtract", "multiply", "negate")
 # The first that a fusion holds names it.
 _NAMING: tuple[tuple[Kind, tuple[type, ...]], ...] = (
@@ -168,13 +170,14 @@ def partition(graph: Graph) -> list[Part]:
     for node in nodes:
         if node in group:
             members.setdefault(find(node), []).append(node)
-    alike: dict[object, tuple[list[Node], int]] = {}
+    alike: dict[tuple[object, ...], tuple[list[Node], int]] = {}
     for first, several in list(members.items()):
         what = _what_it_does(several, level[first])
         if what is None:
             continue
-        into, count = alike.get(what, (several, MOST_ALIKE))
-        if count < MOST_ALIKE:
+        most = MOST_NUMBERS if what[0] == NUMBERS else MOST_ALIKE
+        into, count = alike.get(what, (several, most))
+        if count < most:
             into.extend(members.pop(first))
             alike[what] = into, count + 1
         else:
@@ -267,19 +270,32 @@ def _touch(node: Node, source: Node) -> bool:
     return not isinstance(maker_of(source).op, ALONE) and not _alone(node)
 
 
-def _what_it_does(members: Sequence[Node], level: tuple[int, int]) -> object | None:
-    """The signature that fusions joined into one step share: the level, the product that they read, and their operations unless
-    every generator has them all. None for a fusion that is constant, holds a step of its own, only views, or does not read
-    exactly one product."""
-    if members[0].constant or any(map(_alone, members)) or all(isinstance(n.op, ALIASES) for n in members):
+def _what_it_does(members: Sequence[Node], level: tuple[int, int]) -> tuple[object, ...] | None:
+    """The signature that parts joined into one step share; None for a part that is constant or joins no other.
+
+    Of fusions that read one product: the level, that product, and their operations unless every generator has them all. Of
+    single numbers worked out from a call's inputs, and of writes to state at the same positions: the level.
+    """
+    if members[0].constant or not all(isinstance(v.type, TensorType) for n in members for v in (n, *n.src)):
+        return None
+    if isinstance(members[0].op, Write) and _alone(members[0]):
+        return (WRITES, level, members[0].src[1])
+    if any(map(_alone, members)) or all(isinstance(n.op, ALIASES) for n in members):
         return None
     at = {n: i for i, n in enumerate(members)}
-    if not all(isinstance(v.type, TensorType) for n in members for v in (n, *n.src)):
-        return None
     read = {maker_of(s) for n in members for s in n.src if s not in at}
     products = frozenset(s for s in read if isinstance(s.op, ALONE) and not s.constant)
+    if not products and _of_numbers(members):
+        return (NUMBERS, level)
     does = [(type(n.op), getattr(n.op, "fn", None), n.dtype, tuple(at.get(s, s.dtype) for s in n.src)) for n in members]
-    return (level, products, None if all(map(_is_plain, members)) else tuple(does)) if len(products) == 1 else None
+    plain = all(map(_is_plain, members))
+    return (level, products, None if plain else tuple(does)) if len(products) == 1 else None
+
+
+def _of_numbers(members: Sequence[Node]) -> bool:
+    """Tell whether nothing but single numbers is worked out, from single numbers, by what every generator has."""
+    values = {v for n in members for v in (n, *n.src)}
+    return all(isinstance(n.op, (Map, Convert, *ALIASES)) for n in members) and all(v.tensor.elements == 1 for v in values)
 
 
 def _is_plain(n: Node) -> bool:

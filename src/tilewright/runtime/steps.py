@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
 
 import torch
 
+from tilewright.candidates.triton.index_copy import index_copy, takes
+from tilewright.candidates.triton.runtime.launch import dense
 from tilewright.dtype import OPAQUE
 from tilewright.errors import TypeMismatchError, UnsupportedError, visible
 from tilewright.hardware.target import Target
@@ -19,7 +22,7 @@ from tilewright.ir.types import TensorType
 from tilewright.runtime.arrays import separate
 from tilewright.runtime.chain import KernelRun
 from tilewright.runtime.partition import Part
-from tilewright.schedule.candidate import Kernel, Runner
+from tilewright.schedule.candidate import Kernel, Runner, Unsupported
 from tilewright.schedule.problem import AnyProblem, FusionProblem
 from tilewright.schedule.recipe import describe, recipe_of
 from tilewright.schedule.search import Decision
@@ -130,8 +133,8 @@ def picked(part: Part) -> list[int]:
 def library_step(graph: Graph, part: Part, target: Target, inner: Inner | None) -> Step:
     """A step that no kernels compete for: a call into the source's own library, or a write at positions that are data."""
     if part.kind == "write":
-        name = graph.origin(part.nodes[0])
-        return Step(name, part, written(part, name), None)
+        name = graph.origin(part.nodes[-1])
+        return Step(name, part, written(part, name, target), None)
     return _call_step(graph, part, target, inner)
 
 
@@ -282,24 +285,49 @@ def bind_outputs(
     return describe(copied, lambda parts: recipe_of(run, parts))
 
 
-def written(part: Part, name: str) -> Callable[[Sequence[Value]], Sequence[Value]]:
-    """A write that is a step by itself, as its positions are data: values of the part's inputs in, the array out.
+def written(part: Part, name: str, target: Target) -> Callable[[Sequence[Value]], Sequence[Value]]:
+    """Writes that are a step by themselves, as their positions are data: values of the part's inputs in, the arrays out. On a
+    GPU those of like arrays are one launch.
 
     Raises:
         TypeMismatchError: when it runs, on a CPU: a position is out of range.
     """
-    (node,) = part.nodes
-    assert isinstance(node.op, Write)
-    x, positions, y = (part.inputs.index(s) for s in node.src)
-    axis = node.op.axis
+    alike: dict[object, list[Node]] = {}
+    for node in part.nodes:
+        alike.setdefault((node.op, node.type, node.src[1]), []).append(node)
+    runners = [_writes(nodes, part, name, target) for nodes in alike.values()]
+    arrays = [part.inputs.index(n.src[0]) for n in part.outputs]
 
     def run(values: Sequence[Value]) -> Sequence[Value]:
-        array, at, new = (cast("torch.Tensor", values[i]) for i in (x, positions, y))
+        for runner in runners:
+            runner(values)
+        return [values[i] for i in arrays]
+
+    return run
+
+
+def _writes(nodes: Sequence[Node], part: Part, name: str, target: Target) -> Callable[[Sequence[Value]], None]:
+    """A function that writes to arrays of one type, at the same positions."""
+    (first, *_), op = nodes, cast("Write", nodes[0].op)
+    axis, at = op.axis % len(first.shape), part.inputs.index(first.src[1])
+    arrays, new = ([part.inputs.index(n.src[i]) for n in nodes] for i in (0, 2))
+    at_once = None
+    if target.kind == "cuda":
+        with contextlib.suppress(Unsupported):
+            at_once = index_copy(first.tensor, axis, first.src[1].tensor, len(nodes), target)
+
+    def run(values: Sequence[Value]) -> None:
+        given = [cast("torch.Tensor", v) for v in values]
+        into, made, positions = [given[i] for i in arrays], [given[i] for i in new], given[at]
+        if at_once is not None and takes([positions, *into]):
+            made = [dense(t) for t in made]
+            at_once(positions, into, made)
+            return
         try:
-            array[(slice(None),) * axis + (at.to(torch.int64),)] = new
+            for array, value in zip(into, made, strict=True):
+                array[(slice(None),) * axis + (positions.to(torch.int64),)] = value
         except IndexError as error:
             raise TypeMismatchError(f"write: {error}", where=name) from error
-        return [array]
 
     return run
 

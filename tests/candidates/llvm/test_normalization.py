@@ -242,6 +242,10 @@ def test_what_has_no_kernel_says_why(roots, why):
     assert said is not None and why in said
 
 
+def test_counters_are_one_kernel():
+    right(*(map_("add", input_(f"at{i}", S64, (1,) if i % 2 else ()), const(i, S64)) for i in range(9)))
+
+
 def test_other_machines_are_refused():
     problem = problem_of(norm(input_("x", F32, (4, 8))))
     plain = next(c for c in chips() if c.name == "x86_64")

@@ -4,6 +4,7 @@ import re
 from dataclasses import replace
 
 import pytest
+import torch
 from fusions import by_row, norm, problem_of
 from rotated import heads, of_queries_and_keys, turned_in_pairs
 
@@ -13,6 +14,7 @@ from tilewright.hardware.target import Target
 from tilewright.ir.build import const, convert, input_, map_, reduce_
 from tilewright.ir.graph import Node
 from tilewright.ir.ops import Gather, Quantize, Softmax, gemm
+from tilewright.schedule.expected import check, expect
 from tilewright.schedule.problem import problem_of as problem_of_node
 
 pytest.importorskip("triton")
@@ -194,6 +196,16 @@ def test_without_triton_it_says_what_to_install(monkeypatch):
     with pytest.raises(Unsupported, match=re.escape(modules.INSTALL)):
         rows.CANDIDATE.plan(bert_norm(), gpu())
     assert modules.INSTALL == "Triton is not installed: pip install tilewright[gpu]"
+
+
+def test_counters_are_one_launch():
+    from ptx import H200, emulate
+
+    problem = problem_of(*(map_("add", input_(f"at{i}", S64, (1,) if i % 2 else ()), const(i, S64)) for i in range(70)))
+    (schedule, *_) = plan_for(rows.CANDIDATE, problem, H200).schedules()
+    sources = [torch.randint(-9, 1 << 40, t.shape) for t in problem.types]
+    results = emulate(rows.CANDIDATE, problem, schedule, sources)
+    assert check(problem, expect(problem, sources), results) is None
 
 
 def test_products_are_no_rows():
