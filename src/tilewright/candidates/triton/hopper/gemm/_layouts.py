@@ -46,7 +46,13 @@ def subtile_shape(i, config):
 
 @gluon.constexpr_function
 def subtile_number(i, j, config):
-    """The number of subtile j of store i among those of a tile that TMA writes."""
+    """The number of subtile j of store i among those of a tile that TMA writes; with a norm, in the order of columns."""
+    if config.normalises:
+        columns, norm_n = config.subtile_n.value, config.norm_n.value
+        each = [norm_n[1] // n if at >= 0 else 0 for n, at in zip(columns, config.store_desc.value)]  # noqa: B905
+        if i >= len(each):  # what is normalised is there before any of them
+            return j
+        return j // (norm_n[1] // columns[i]) * sum(each) + sum(each[:i]) + j % (norm_n[1] // columns[i])
     given = zip(config.subtile_n.value[:i], config.store_desc.value[:i], strict=True)
     return sum(config.epilogue_n.value // columns for columns, at in given if at >= 0) + j
 
@@ -64,6 +70,8 @@ def pending(i, j, config):
     The one before may be leaving; not so if it had the same buffer, as where an odd number makes a tile, or if it is not known
     which one was before, as where a tile has no part in some store.
     """
+    if config.normalises:
+        return config.store_buffers.value - 1
     odd = subtile_number(len(config.subtile_n.value), 0, config) % 2 == 1
     stores = zip(config.store_extent.value, config.store_desc.value, strict=True)
     same = config.store_buffers.value == 1 or (subtile_number(i, j, config) == 0 and odd)
@@ -93,6 +101,19 @@ def halve_columns(parts):
         x = parts[i]
         found = found + x.reshape((x.shape[0], 2, x.shape[1] // 2)).permute((0, 2, 1)).split()
     return found
+
+
+@gluon.jit
+def join_columns(parts, columns: gl.constexpr):
+    """Parts side by side, joined as often as it takes until each has so many columns."""
+    if parts[0].shape[1] == columns:
+        return parts
+    else:
+        found = ()
+        for i in gl.static_range(len(parts) // 2):
+            both = gl.join(parts[2 * i], parts[2 * i + 1]).permute((0, 2, 1))
+            found = found + (both.reshape((both.shape[0], 2 * both.shape[2])),)
+        return join_columns(found, columns)
 
 
 @gluon.jit

@@ -199,12 +199,12 @@ def _instructions(spec: KernelSpec) -> float:
     return total
 
 
-def _read_cycles(store: Store, plan_n: int, up: Node | None) -> float:
+def _read_cycles(store: Store, plan: HopperGemm) -> float:
     """Cycles for an element of the result, of operands that vary along rows and columns."""
     if store.aux:
         return AUX_CYCLES
-    places = [store.access.of_leaf(n) for n in leaves(store, up)]
-    return READ_CYCLES * (sum(bool(p.rows and p.columns) for p in places) * store.access.columns_extent / plan_n)
+    places = [store.access.of_leaf(n) for n in leaves(store, plan.in_registers)]
+    return READ_CYCLES * (sum(bool(p.rows and p.columns) for p in places) * store.access.columns_extent / plan.N)
 
 
 def work(spec: KernelSpec) -> Work:
@@ -229,7 +229,7 @@ def work(spec: KernelSpec) -> Work:
     boundary = (DEFERRED_CYCLES if tile.deferred_store else END_CYCLES) * own_n * max(tile.tile_m, 128) / (128 * 256)
     boundary *= TALL if tall else 1
     boundary += elements * STEP_CYCLES / config.consumers * _instructions(spec) * (2 if tile.pingpong else 1)
-    reads = elements * sum(_read_cycles(s, plan.N, plan.up) for s in spec.stores)
+    reads = elements * sum(_read_cycles(s, plan) for s in (*spec.stores, *spec.norm))
     boundary += reads
     if any(s.view is None for s in spec.stores):
         boundary += elements * STEP_CYCLES * 4
