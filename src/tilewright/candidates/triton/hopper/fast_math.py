@@ -4,7 +4,7 @@ the code of both warpgroups should stay in the instruction cache."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import lru_cache
 
 import torch
@@ -40,18 +40,25 @@ class FastMath(Emitter):
     exponent = LOG2_E
 
     def __init__(
-        self, text: Text, tile: Tile, pointer: Callable[[Node], str], near: Mapping[Node, str], *, of_norm: bool = False
+        self,
+        text: Text,
+        tile: Tile,
+        pointer: Callable[[Node], str],
+        near: Mapping[Node, str],
+        *,
+        of_rows: Collection[Node] = (),
+        around_norm: bool = False,
     ) -> None:
-        """`near`: names of leaves that were read already; `of_norm`: the accumulator's place has a norm."""
+        """`near`: names of leaves that were read already; `of_rows`: those of the tile's that are a number for each row."""
         super().__init__(text, tile, pointer, NATIVE_FP8)
-        self._near, self._of_norm = near, of_norm
+        self._near, self._of_rows, self._around_norm = near, of_rows, around_norm
         self._scaled: dict[str, tuple[str, str]] = {}  # products that are not computed yet: value and factor
         self._of_tile: set[Node] = set()
         self._in_halves: dict[Node, Node] = {}
         self._in_f32: dict[Node, Node] = {}
 
     def values(self, roots: Sequence[Node], access: Access) -> list[str]:
-        self._of_tile = depends_on_acc((access.root,), self.tile.near)
+        self._of_tile = depends_on_acc((access.root,), [n for n in self.tile.near if n not in self._of_rows])
         self._in_halves, self._in_f32 = {}, {}
         for n, f in quantised_at_once(access.root).items():
             if _fits_halves(n, f):
@@ -80,7 +87,7 @@ class FastMath(Emitter):
         if n in self._in_f32:
             function = self._in_f32[n]
             return self._quantised_gelu_of_f32(n, function, self.named(self._computed(done[function.src[0]]), F32)).name
-        if self._of_norm and isinstance(n.op, Quantize) and n.src[0] in self._of_tile and inverts(n):
+        if self._around_norm and isinstance(n.op, Quantize) and n.src[0] in self._of_tile and inverts(n):
             return self._by_inverse(n, self.named(self._computed(done[n.src[0]]), F32)).name
         if n in self._in_halves.values() or n in self._in_f32.values() or (n.src and not done[n.src[0]]):
             return ""  # part of the quantisation
@@ -98,7 +105,16 @@ class FastMath(Emitter):
             return self._near[n]
         for s in n.src:
             done[s] = self._computed(done[s])
+        if self._around_norm and isinstance(n.op, Map) and n.op.fn == "add" and n.dtype in (F16, BF16):
+            if all(s in self._near or s in self._of_tile for s in n.src):
+                return self._two_sums(n.dtype, *(done[s] for s in n.src))
         return super()._node(n, access, done)
+
+    def _two_sums(self, dtype: DType, x: str, y: str) -> str:
+        """Sums of tiles of 16 bits, rounded once."""
+        kind = "float16" if dtype is F16 else "bfloat16"
+        text = f'"add.rn.{dtype.name}x2 $0, $1, $2;", "=r,r,r"'
+        return self.text.v(f"gl.inline_asm_elementwise({text}, [{x}, {y}], dtype=gl.{kind}, is_pure=True, pack=2)")
 
     def _later(self, value: str, factor: str) -> str:
         """The name of a product that is computed when it is needed."""
@@ -154,7 +170,7 @@ class FastMath(Emitter):
         inverse = self.named(self.text.number((n, "inverse"), _inverse(n)), F32)
         if n.dtype.is_float:
             return narrowed(value * inverse, n.dtype, saturate=True)
-        if self._of_norm:
+        if self._around_norm:
             value = self.select(value == value, value, 0.0)
         rounded = self.fma(value, inverse, ROUND).min(ROUND + float(n.dtype.max))
         return self._saturated(rounded, n.dtype)

@@ -242,8 +242,8 @@ def consumer(group: gl.constexpr, mainloop, epilogue, reduction, order, scratch,
                 aux_phase = aux_phase ^ 1
             if config.normalises:
                 parts = epilogue.inputs((acc,), tile, begun, loaded, group)
-                mean, rstd = row_numbers(parts, reduction, (j - first) // every, group, config)
-                epilogue.store_normalised(parts, mean, rstd, tile, group)
+                apart, rstd, shift = row_numbers(parts, reduction, (j - first) // every, group, config)
+                epilogue.store_normalised(parts, apart, rstd, shift, tile, group)
             else:
                 deferred, aux_phase = epilogue.store((acc,), tile, begun, loaded, aux_phase, group)
             deferred_tile = Tile(tile.b, tile.row, tile.col, zero, tile.first, ())
@@ -508,25 +508,25 @@ class Epilogue:
         return found
 
     @gluon.jit
-    def store_normalised(self, parts, mean, rstd, tile, group: gl.constexpr):
-        """A tile's results, of what is normalised and of the numbers of its rows. All that is made of a subtile of the norm is
-        stored before the next one is computed."""
+    def store_normalised(self, parts, apart, rstd, shift, tile, group: gl.constexpr):
+        """A tile's results, of what is normalised, and of `row_numbers`. All that is made of a subtile of the norm is stored before
+        the next one is computed."""
         config: gl.constexpr = self.config
         stores: gl.constexpr = len(config.store_desc.value)
         i: gl.constexpr = stores + 1
         layout: gl.constexpr = subtile_layout(i, config)
         columns: gl.constexpr = config.subtile_n[i]
         of_rows: gl.constexpr = gl.SliceLayout(1, layout)
-        mean = gl.convert_layout(mean, of_rows, assert_trivial=True)[:, None]
         rstd = gl.convert_layout(rstd, of_rows, assert_trivial=True)[:, None]
-        wide = join_columns(parts, columns)
+        shift = gl.convert_layout(shift, of_rows, assert_trivial=True)[:, None]
+        parts, apart = join_columns(parts, columns), join_columns(apart, columns)
         begun, loaded = self.load_first(i, tile, tile.first)
         for j in gl.static_range(config.epilogue_n // columns):
             begun_next, loaded_next = self.load_next(i, j, tile, begun)
-            x = gl.convert_layout(wide[j], layout, assert_trivial=True)
-            y = self.visit(i, x, (mean, rstd), self.side, tile, begun, loaded, tile.first + j * columns, layout)
+            y = gl.convert_layout(apart[j], layout, assert_trivial=True)
+            y = self.visit(i, y, (rstd, shift), self.side, tile, begun, loaded, tile.first + j * columns, layout)
             for k in gl.static_range(stores):
-                values = subtiles((y,) if config.normalised[k] else (x,), config.subtile_n[k])
+                values = subtiles((y,) if config.normalised[k] else (parts[j],), config.subtile_n[k])
                 for q in gl.static_range(columns // config.subtile_n[k]):
                     at = tile.first + j * columns + q * config.subtile_n[k]
                     of_store, more = self.load_first(k, tile, at)

@@ -74,7 +74,8 @@ def row_exchange(config: gl.constexpr):
 
 @gluon.jit
 def row_numbers(parts, exchange, turn, group: gl.constexpr, config: gl.constexpr):
-    """Each row's mean, and the inverse of its deviation, of a block's own columns in parts; without centring the mean is 0."""
+    """What a block's own columns, in parts, differ by from their mean; the inverse of each row's deviation, and how far in such
+    deviations that mean lies above the row's. Without centring they differ from 0."""
     of_rows: gl.constexpr = gl.SliceLayout(1, subtile_layout(config.aux_store, config))
     mean = gl.zeros((config.rows,), gl.float32, of_rows)
     if config.norm_center:
@@ -82,19 +83,23 @@ def row_numbers(parts, exchange, turn, group: gl.constexpr, config: gl.constexpr
         for j in gl.static_range(1, len(parts)):
             total += parts[j]
         mean = gl.sum(total, axis=1) * (1 / config.tile_n)
-    spread = ()
+    apart = ()
+    spread = parts[0]
     for j in gl.static_range(len(parts)):
-        apart = parts[j]
         if config.norm_center:
-            apart -= mean[:, None]
-        if j == 0:
-            spread = apart * apart
+            apart = apart + (parts[j] - mean[:, None],)
         else:
-            spread = gl.fma(apart, apart, spread)
+            apart = apart + (parts[j],)
+        if j == 0:
+            spread = apart[j] * apart[j]
+        else:
+            spread = gl.fma(apart[j], apart[j], spread)
     spread = gl.sum(spread, axis=1)
+    whole = mean
     if config.row_blocks > 1:
-        mean, spread = exchange.combined(mean, spread, turn, group)
-    return mean, gl.rsqrt(spread * (1 / (config.tile_n * config.row_blocks)) + config.norm_epsilon)
+        whole, spread = exchange.combined(mean, spread, turn, group)
+    rstd = gl.rsqrt(spread * (1 / (config.tile_n * config.row_blocks)) + config.norm_epsilon)
+    return apart, rstd, (mean - whole) * rstd
 
 
 # `ptx.exchanged` replaces NUMBERS and FULL.

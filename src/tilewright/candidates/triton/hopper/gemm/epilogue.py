@@ -19,7 +19,7 @@ from tilewright.dtype import PRED
 from tilewright.ir.graph import Node
 from tilewright.ir.ops import Param
 
-LATE = frozenset({"acc", "up", "aux", "mean", "rstd"})  # names that a subtile's sums come with
+LATE = frozenset({"acc", "up", "aux", "shift", "rstd"})  # names that a subtile's sums come with
 
 
 def write(spec: KernelSpec) -> KernelSource:
@@ -66,11 +66,13 @@ def _visitor(
     plan, access, t = spec.plan, store.access, Text("gl", beside=numbers)
     held = {} if plan.up is None else {plan.up: "up"}
     if plan.norm is not None and store.access is plan.norm.y:
-        held = {plan.norm.mean: "mean", plan.norm.rstd: "rstd"}
+        held = {plan.norm.rstd: "rstd", plan.norm.shift: "shift"}
     tile = replace(_tile(spec, store, t), acc="acc", near=held)
     near = {} if store.aux is None else {store.aux[0]: "aux"}
-    of_norm = plan.norm is not None and i < len(spec.stores) and plan.norm.normalised[i]
-    emitter = FastMath(t, tile, lambda n: chosen.get(n) or pointer_of(n), near, of_norm=of_norm)
+    of_rows, around_norm = (held, True) if plan.norm is not None else ((), False)
+    emitter = FastMath(
+        t, tile, lambda n: chosen.get(n) or pointer_of(n), near, of_rows=of_rows, around_norm=around_norm
+    )
     emitter.values([n for n in access.views if isinstance(n.op, Param) and n not in (*held, *near)], access)
     result = emitter.value(access)
     if access.root.dtype is PRED:

@@ -162,7 +162,7 @@ class HopperGemm:
     @property
     def in_registers(self) -> tuple[Node, ...]:
         """Leaves of the stores that lie nowhere in memory."""
-        own = (self.norm.mean, self.norm.rstd) if self.norm is not None else ()
+        own = (self.norm.shift, self.norm.rstd) if self.norm is not None else ()
         return own if self.up is None else (self.up, *own)
 
     @property

@@ -1,7 +1,8 @@
 """A norm of the result's rows within a gemm's stores: what it normalises, and what becomes of it, as expressions of their own.
 
-A block has some of a row's columns. So three expressions follow one another: `x`, of the sums; the numbers of each row, which the
-blocks that share it find together (`_rows.py`); `y`, of x and those numbers; and then the stores, of y or of x.
+A block has some of a row's columns. So expressions follow one another: `x`, of the sums; the numbers of each row, which the blocks
+that share it find together (`_rows.py`); `y`, of those numbers and of what x differs by from the mean of the block's own part of the
+row; and then the stores, of y or of x.
 """
 
 from __future__ import annotations
@@ -26,16 +27,17 @@ class RowNorm:
 
     Attributes:
         x: what is normalised, f32 without further digits, over the accumulator.
-        y: the norm, likewise, over x in the accumulator's place.
-        mean, rstd: what stands in y for a row's mean and for the inverse of its deviation.
+        y: the norm, likewise, over the differences in the accumulator's place.
+        rstd, shift: what stands in y for the inverse of a row's deviation, and for how far in such deviations the mean of the
+            block's part lies above the row's.
         epsilon, center: see `LayerNorm`.
         normalised: flags of the stores that have y in the accumulator's place; the others have x.
     """
 
     x: Access
     y: Access
-    mean: Node
     rstd: Node
+    shift: Node
     epsilon: float
     center: bool
     normalised: tuple[bool, ...]
@@ -74,8 +76,9 @@ def row_norm(stores: Sequence[Node], number: int, columns: int) -> tuple[tuple[N
     if not (_same(own[:-1], given.rows) and _same(own[-1:], given.columns)) or (given.first, x.shape[-1]) != (0, columns):
         raise Unsupported("what is normalised are not rows of the product")
     stand_in, of_row = Node(Acc(TensorType(F32, x.shape))), TensorType(F32, (*x.shape[:-1], 1))
-    mean, rstd = (Node(Param(number + i, of_row)) for i in range(2))
-    y = map_("multiply", map_("subtract", stand_in, mean) if op.center else stand_in, rstd)
+    rstd, shift = (Node(Param(number + i, of_row)) for i in range(2))
+    y = map_("multiply", stand_in, rstd)
+    y = map_("add", y, shift) if op.center else y
     for fn, side in zip(("multiply", "add"), beside, strict=False):
         y = y if fn == "multiply" and scalar_value(side) == 1 else map_(fn, y, convert(side, F32))
     found, normalised = list[Node](), list[bool]()
@@ -88,7 +91,7 @@ def row_norm(stores: Sequence[Node], number: int, columns: int) -> tuple[tuple[N
         found += substitute((root,), {read: convert(stand_in, read.dtype)})
         normalised.append(reads_norm)
     of_y = of_store(convert(convert(y, norm.dtype), F32))
-    return tuple(found), RowNorm(given, of_y, mean, rstd, op.epsilon, op.center, tuple(normalised))
+    return tuple(found), RowNorm(given, of_y, rstd, shift, op.epsilon, op.center, tuple(normalised))
 
 
 def _same(dims: Layout, axes: Sequence[Axis]) -> bool:
