@@ -17,6 +17,7 @@ from tilewright.candidates.triton.hopper.gemm.spec import KernelSpec, Store, lea
 from tilewright.candidates.triton.hopper.gemm.tile import TileConfig
 from tilewright.candidates.triton.runtime.versions import whole_views
 from tilewright.dtype import BF16, F16
+from tilewright.hardware.clusters import row_tiles
 from tilewright.ir.expression import quantised_at_once
 from tilewright.ir.graph import Node, toposort
 from tilewright.ir.ops import Dequantize, Map, Quantize, Select
@@ -26,7 +27,6 @@ from tilewright.schedule.cost import Phase, Work, predict_us
 TILES = (*((m, n) for m in (128, 64) for n in (256, 224, 192, 160, 128, 96, 64)), (256, 128))
 BLOCK_TILES = ((128, 128), (128, 64), (64, 128), (64, 64))  # a tile's columns share a scale
 SPLIT_TILES = ((128, 192), (128, 128), (128, 96), (128, 64))  # others lost wherever they were tried
-NORM_TILES = ((128, 256), (128, 192), (128, 160), (128, 128), (128, 96), (128, 64), (64, 256), (64, 192), (64, 128), (64, 64))
 PINGPONG_TILES = ((128, 192), (128, 160), (128, 128), (64, 256))
 MOST_STAGES = 8
 GATE_UP_COLUMNS = 64  # columns of a tile, at least, both halves of which begin where 32 columns do
@@ -123,9 +123,8 @@ def _legal(plan: HopperGemm, most_elements: int) -> Iterable[TileConfig]:
 
 def _whole_rows(plan: HopperGemm) -> Iterable[TileConfig]:
     """Tiles whose blocks have the columns of whole rows together."""
-    for (tile_m, tile_n), permuted in product(NORM_TILES, _vector_stores(plan)):
-        blocks, rest = divmod(plan.N, tile_n)
-        if rest or blocks not in CLUSTER_CORES or (tile_m == 128 and plan.batch * plan.M <= 64):
+    for tile_m, (tile_n, blocks), permuted in product((128, 64), row_tiles(plan.N), _vector_stores(plan)):
+        if tile_m == 128 and plan.batch * plan.M <= 64:
             continue
         base = replace(SMALLEST, tile_m=tile_m, tile_n=tile_n, tile_k=plan.tile_k, vector_store=permuted, row_blocks=blocks)
         tiles, workers = plan.tiles(base), round(CLUSTER_CORES[blocks] * plan.target.cores) // blocks
