@@ -39,7 +39,7 @@ def store_a_norm_of_rows(graph: Graph, trace: Trace) -> Graph:
         if why is None:
             made |= tail.stored(RULE, "clusters", trace)
         else:
-            trace.near_misses.append(NearMiss(RULE, norms[0], why, str(graph.origins.get(norms[0], ""))))
+            trace.near_misses.append(NearMiss(RULE, norms[0], why, graph.origin(norms[0])))
     return graph.replace(made) if made else graph
 
 

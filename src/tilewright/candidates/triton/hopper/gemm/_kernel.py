@@ -243,7 +243,7 @@ def consumer(group: gl.constexpr, mainloop, epilogue, reduction, order, scratch,
             if config.normalises:
                 parts = epilogue.inputs((acc,), tile, begun, loaded, group)
                 apart, rstd, shift = row_numbers(parts, reduction, (j - first) // every, group, config)
-                epilogue.store_normalised(parts, apart, rstd, shift, tile, group)
+                epilogue.store_normalised(apart, rstd, shift, tile, group)
             else:
                 deferred, aux_phase = epilogue.store((acc,), tile, begun, loaded, aux_phase, group)
             deferred_tile = Tile(tile.b, tile.row, tile.col, zero, tile.first, ())
@@ -487,7 +487,7 @@ class Epilogue:
 
     @gluon.jit
     def inputs(self, sums, tile, begun, loaded, group: gl.constexpr):
-        """What is normalised, in subtiles of f32."""
+        """What is normalised, in subtiles of f32, and stored if it is."""
         config: gl.constexpr = self.config
         i: gl.constexpr = config.aux_store
         layout: gl.constexpr = subtile_layout(i, config)
@@ -503,36 +503,44 @@ class Epilogue:
                 near = (self.buffer(i, j, self.aux_descs[0].dtype, group).load(layout),)
             at = tile.first + j * columns
             value = self.visit(i, self.subtile(parts, i, j), near, self.side, tile, begun, loaded, at, layout)
+            self.store_each(value, False, j, tile, group)
             found = found + (value,)
             begun, loaded = begun_next, loaded_next
         return found
 
     @gluon.jit
-    def store_normalised(self, parts, apart, rstd, shift, tile, group: gl.constexpr):
-        """A tile's results, of what is normalised, and of `row_numbers`. All that is made of a subtile of the norm is stored before
-        the next one is computed."""
+    def store_normalised(self, apart, rstd, shift, tile, group: gl.constexpr):
+        """A tile's results of the norm, from what `row_numbers` gives. All that is made of a subtile of it is stored before the next
+        one is computed."""
         config: gl.constexpr = self.config
-        stores: gl.constexpr = len(config.store_desc.value)
-        i: gl.constexpr = stores + 1
+        i: gl.constexpr = config.aux_store + 1
         layout: gl.constexpr = subtile_layout(i, config)
         columns: gl.constexpr = config.subtile_n[i]
         of_rows: gl.constexpr = gl.SliceLayout(1, layout)
         rstd = gl.convert_layout(rstd, of_rows, assert_trivial=True)[:, None]
         shift = gl.convert_layout(shift, of_rows, assert_trivial=True)[:, None]
-        parts, apart = join_columns(parts, columns), join_columns(apart, columns)
+        parts = join_columns(apart, columns)
         begun, loaded = self.load_first(i, tile, tile.first)
         for j in gl.static_range(config.epilogue_n // columns):
             begun_next, loaded_next = self.load_next(i, j, tile, begun)
-            y = gl.convert_layout(apart[j], layout, assert_trivial=True)
-            y = self.visit(i, y, (rstd, shift), self.side, tile, begun, loaded, tile.first + j * columns, layout)
-            for k in gl.static_range(stores):
-                values = subtiles((y,) if config.normalised[k] else (parts[j],), config.subtile_n[k])
+            x = gl.convert_layout(parts[j], layout, assert_trivial=True)
+            y = self.visit(i, x, (rstd, shift), self.side, tile, begun, loaded, tile.first + j * columns, layout)
+            self.store_each(y, True, j, tile, group)
+            begun, loaded = begun_next, loaded_next
+
+    @gluon.jit
+    def store_each(self, value, of_norm: gl.constexpr, j: gl.constexpr, tile, group: gl.constexpr):
+        """All that is stored of subtile j of the norm, or of what is normalised."""
+        config: gl.constexpr = self.config
+        columns: gl.constexpr = value.shape[1]
+        for k in gl.static_range(len(config.store_desc.value)):
+            if config.normalised[k] == of_norm:
+                values = subtiles((value,), config.subtile_n[k])
                 for q in gl.static_range(columns // config.subtile_n[k]):
                     at = tile.first + j * columns + q * config.subtile_n[k]
-                    of_store, more = self.load_first(k, tile, at)
-                    value = gl.convert_layout(values[q], subtile_layout(k, config), assert_trivial=True)
-                    self.store_subtile((), value, (), k, j * (columns // config.subtile_n[k]) + q, tile, of_store, more, group)
-            begun, loaded = begun_next, loaded_next
+                    begun, loaded = self.load_first(k, tile, at)
+                    part = gl.convert_layout(values[q], subtile_layout(k, config), assert_trivial=True)
+                    self.store_subtile((), part, (), k, j * (columns // config.subtile_n[k]) + q, tile, begun, loaded, group)
 
     # -- by way of shared memory
 

@@ -185,7 +185,7 @@ class KernelSpec:
     tile: TileConfig
     acc: DType
     stores: tuple[Store, ...]
-    norm: tuple[Store, ...] = ()
+    norm: tuple[Store, ...]
 
     kernel: ClassVar[str] = "tilewright.candidates.triton.hopper.gemm._kernel.gemm"
 
@@ -286,21 +286,28 @@ def spec_of(plan: HopperGemm, tile: TileConfig) -> KernelSpec:
         fitting = (_store(access, plan, rows, widest >> i) for i in range(3))  # heads may be narrower than a subtile
         stores.append(next((s for s in fitting if s.view is not None), Store(access, None, widest)))
     if plan.norm is not None:
-        return KernelSpec(plan, tile, plan.problem.acc.dtype, tuple(stores), _of_norm(plan.norm, plan, stores, rows, tile.tile_n))
+        stores, norm = _around_norm(plan.norm, plan, stores, rows, tile.tile_n)
+        return KernelSpec(plan, tile, plan.problem.acc.dtype, tuple(stores), norm)
     if len(stores) == 1 and plan.scales is None and not tile.deferred_store and not tile.stream_k and tile.split_k == 1:
         stores[0] = replace(stores[0], aux=_aux(stores[0], plan, rows))
-    return KernelSpec(plan, tile, plan.problem.acc.dtype, tuple(stores))
+    return KernelSpec(plan, tile, plan.problem.acc.dtype, tuple(stores), ())
 
 
-def _of_norm(norm: RowNorm, plan: HopperGemm, stores: Sequence[Store], rows: int, tile_n: int) -> tuple[Store, Store]:
-    """What is normalised, in subtiles of 128 bytes of what TMA brings for it, and the norm, in the widest of those that read it."""
-    x = Store(norm.x, None, math.gcd(64, tile_n))
+def _around_norm(
+    norm: RowNorm, plan: HopperGemm, stores: Sequence[Store], rows: int, tile_n: int
+) -> tuple[list[Store], tuple[Store, Store]]:
+    """Stores, what is normalised, and the norm: in subtiles of 128 bytes of what TMA brings for it, and in the widest of those of
+    the stores that read it. A store of what is normalised takes the buffer of what was brought for it, or nothing is brought."""
+    x, own = Store(norm.x, None, math.gcd(64, tile_n)), [s for s, of_norm in zip(stores, norm.normalised, strict=True) if not of_norm]
     for element in (2, 1):  # of wider ones all of a tile would take too much of shared memory
         columns = math.gcd(128 // element, tile_n)
-        if (aux := _brought(norm.x, plan, rows, columns, element)) is not None:
+        aux = _brought(norm.x, plan, rows, columns, element)
+        if aux is not None and all(s.access.root.dtype.size_bytes(1) == element for s in own) and len(own) < 2:
             x = Store(norm.x, None, columns, aux)
             break
-    return x, Store(norm.y, None, max([x.columns, *(s.columns for s in stores)]))
+    fitting = [s if of_norm else _store(s.access, plan, rows, min(s.columns, x.columns)) for s, of_norm in zip(stores, norm.normalised, strict=True)]
+    widest = max(s.columns for s, of_norm in zip(fitting, norm.normalised, strict=True) if of_norm)
+    return fitting, (x, Store(norm.y, None, max(x.columns, widest)))
 
 
 def _store(access: Access, plan: HopperGemm, rows: int, columns: int) -> Store:
