@@ -112,8 +112,8 @@ def optimise(
     clusters: bool = False,
     within_s: float = math.inf,
 ) -> Graph:
-    """The graph after every stage of rules, verified; the last two only when asked for. `visit` sees the graph after each stage,
-    with the stage's name. After `within_s` seconds of a processor rules are applied no more (`Trace.notes`)."""
+    """The graph after every stage of rules, verified; the last two only when asked for. `visit` sees the graph after each
+    stage, with the stage's name. After `within_s` seconds of a processor rules are applied no more (`Trace.notes`)."""
     until = deadline.End.after(within_s)
     trace = trace if trace is not None else Trace()
     rules = discover("tilewright.rules", Rule)
@@ -420,9 +420,7 @@ class _Compile:
     def _optimised(self, graph: Graph, trace: Trace, visit: Callable[[str, Graph], None] | None = None) -> Graph:
         within_s = ENOUGH_S if self.ends is None else max(RULES_S, self.budget.left_s())
         clusters = self.target is not None and has_clusters(self.target) and dims_of(graph) is None
-        return optimise(
-            graph, trace, visit, excess_precision=self.excess_precision, clusters=clusters, within_s=within_s
-        )
+        return optimise(graph, trace, visit, excess_precision=self.excess_precision, clusters=clusters, within_s=within_s)
 
     def _database(self, target: Target) -> TuningDatabase | None:
         if self.cache is True:

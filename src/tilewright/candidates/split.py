@@ -1,5 +1,6 @@
 """Gemms split again and timed as a whole against the folded form: joined ones by store, any by product and epilogue, those that
-store a norm by product and norm, and those with a computed operand by prologue and product. Attentions over paged caches, by the blocks' copies and the rest."""
+store a norm by product and norm, and those with a computed operand by prologue and product. Attentions over paged caches, by
+the blocks' copies and the rest."""
 
 from __future__ import annotations
 
@@ -121,7 +122,7 @@ def by_norm(problem: Problem) -> list[Piece]:
 
 
 def normalised(problem: Problem) -> Node | None:
-    """What the one norm in a gemm's stores reads, before it is widened; None if there is none, or a store reads the sums past it."""
+    """The value that a gemm's stores normalise, before it is widened; None if there is none, or a store reads sums past it."""
     norms = [n for n in toposort(problem.op.stores) if isinstance(n.op, LayerNorm)]
     given = norms[0].src[0] if len(norms) == 1 else None
     while given is not None and isinstance(given.op, Convert) and given.src[0].dtype.bits < given.dtype.bits:

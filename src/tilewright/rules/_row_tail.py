@@ -16,8 +16,8 @@ from tilewright.ir.types import Shape
 
 @dataclass(frozen=True)
 class RowTail:
-    """A gemm of one store, and operations that give rows of its result's shape, or a number for each, of its rows and of what all
-    rows read; what else they read is constant or computed before the gemm.
+    """A gemm of one store, and operations that give rows of its result's shape, or a number for each, of its rows and of what
+    all rows read; what else they read is constant or computed before the gemm.
 
     Attributes:
         gemm: the gemm.

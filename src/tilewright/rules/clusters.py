@@ -20,11 +20,11 @@ FEWEST_ROWS = 2048  # of fewer, a pass over memory takes as long as a launch
 def store_a_norm_of_rows(graph: Graph, trace: Trace) -> Graph:
     """norm(g), quantize(norm(g)) with g = gemm(a, b) -> gemm(a, b) {stores = norm(store), quantize(norm(store))[, store]}
 
-    Where: a norm of the last axis follows a gemm of operands of 8 or 16 bits, with what is elementwise before and behind it; what
-    else they read is constant or computed before the gemm; a row is as long as blocks of a cluster have columns, and there are
-    enough rows. g itself is stored where others read it. Stays: a norm beside another one; one whose result a further step reads
-    by rows or by elements, as where codes have a scale for each row: it would read from memory what the norm's step has in
-    registers. Exact: yes. Work never grows: what is stored was written before, and g is not read again.
+    Where: a norm of the last axis follows a gemm of operands of 8 or 16 bits, with what is elementwise before and behind it;
+    what else they read is constant or computed before the gemm; a row is as long as blocks of a cluster have columns, and there
+    are enough rows. g itself is stored where others read it. Stays: a norm beside another one; one whose result a further step
+    reads by rows or by elements, as where codes have a scale for each row: it would read from memory what the norm's step has
+    in registers. Exact: yes. Work never grows: what is stored was written before, and g is not read again.
     """
     made: dict[Node, Node] = {}
     for gemm in (n for n in graph.nodes() if isinstance(n.op, Gemm) and len(n.op.stores) == 1):

@@ -105,9 +105,9 @@ class FastMath(Emitter):
             return self._near[n]
         for s in n.src:
             done[s] = self._computed(done[s])
-        if self._around_norm and isinstance(n.op, Map) and n.op.fn == "add" and n.dtype in (F16, BF16):
-            if all(s in self._near or s in self._of_tile for s in n.src):
-                return self._two_sums(n.dtype, *(done[s] for s in n.src))
+        added = isinstance(n.op, Map) and n.op.fn == "add" and n.dtype in (F16, BF16)
+        if self._around_norm and added and all(s in self._near or s in self._of_tile for s in n.src):
+            return self._two_sums(n.dtype, *(done[s] for s in n.src))
         return super()._node(n, access, done)
 
     def _two_sums(self, dtype: DType, x: str, y: str) -> str:
@@ -215,8 +215,8 @@ def _saturates_by_a_constant(n: Node) -> bool:
 
 
 def inverts(n: Node) -> bool:
-    """Tell whether the codes of all values of 16 bits are those of their f32 products with the inverse of the scale. Of a thousand
-    scales they are for all but a few."""
+    """Tell whether codes of all values of 16 bits are those of their f32 products with the inverse of the scale, as they are for
+    all but a few scales of a thousand."""
     x = n.src[0].src[0] if isinstance(n.src[0].op, Convert) and n.src[0].dtype is F32 else n.src[0]
     if x.dtype not in (F16, BF16) or not _divides(n):
         return False

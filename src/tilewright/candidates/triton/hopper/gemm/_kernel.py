@@ -510,8 +510,8 @@ class Epilogue:
 
     @gluon.jit
     def store_normalised(self, apart, rstd, shift, tile, group: gl.constexpr):
-        """A tile's results of the norm, from what `row_numbers` gives. All that is made of a subtile of it is stored before the next
-        one is computed."""
+        """A tile's results of the norm, from what `row_numbers` gives. All that is made of a subtile of it is stored before the
+        next one is computed."""
         config: gl.constexpr = self.config
         i: gl.constexpr = config.aux_store + 1
         layout: gl.constexpr = subtile_layout(i, config)

@@ -124,7 +124,7 @@ def join_columns(parts, columns: gl.constexpr):
         found = ()
         for i in gl.static_range(len(parts) // 2):
             both = gl.join(parts[2 * i], parts[2 * i + 1]).permute((0, 2, 1))
-            found = found + (both.reshape((both.shape[0], 2 * both.shape[2])),)
+            found = found + (both.reshape((both.shape[0], 2 * both.shape[2])),)  # noqa: RUF005 (Triton has no starred tuples)
         return join_columns(found, columns)
 
 

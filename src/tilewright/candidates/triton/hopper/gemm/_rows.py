@@ -113,11 +113,12 @@ def telling(blocks):
     """The statement by which the four threads that hold two numbers of two rows tell a block each: at which place, at which
     barrier, the numbers."""
     send = (
-        "setp.lt.u32 p, to, {blocks}; @p mapa.shared::cluster.u32 there, here, to; @p mapa.shared::cluster.u32 told, full, to; "
-        "@p st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [there], {{$6,$7,$8,$9}}, [told]; "
-    ).format(blocks=int(blocks))
+        "setp.lt.u32 p, to, BLOCKS; @p mapa.shared::cluster.u32 there, here, to; @p mapa.shared::cluster.u32 told, full, to; "
+        "@p st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [there], {$6,$7,$8,$9}, [told]; "
+    )
+    every = [send, *(["add.u32 to, to, 4; ", send] if blocks > 4 else [])]
     return (
-        "{ .reg .pred p; .reg .b32 to, here, full, there, told; mov.u32 $0, 0; mov.u32 $1, 0; mov.u32 to, %laneid; and.b32 to, to, 3; "
-        "mov.u32 here, NUMBERS; add.u32 here, here, $2; mov.u32 full, FULL; add.u32 full, full, $4; "
-        f"{send}{'add.u32 to, to, 4; ' + send if blocks > 4 else ''}}}"
+        "{ .reg .pred p; .reg .b32 to, here, full, there, told; mov.u32 $0, 0; mov.u32 $1, 0; "
+        "mov.u32 to, %laneid; and.b32 to, to, 3; mov.u32 here, NUMBERS; add.u32 here, here, $2; "
+        f"mov.u32 full, FULL; add.u32 full, full, $4; {''.join(every).replace('BLOCKS', str(int(blocks)))}}}"
     )

@@ -70,9 +70,7 @@ def _visitor(
     tile = replace(_tile(spec, store, t), acc="acc", near=held)
     near = {} if store.aux is None else {store.aux[0]: "aux"}
     of_rows, around_norm = (held, True) if plan.norm is not None else ((), False)
-    emitter = FastMath(
-        t, tile, lambda n: chosen.get(n) or pointer_of(n), near, of_rows=of_rows, around_norm=around_norm
-    )
+    emitter = FastMath(t, tile, lambda n: chosen.get(n) or pointer_of(n), near, of_rows=of_rows, around_norm=around_norm)
     emitter.values([n for n in access.views if isinstance(n.op, Param) and n not in (*held, *near)], access)
     result = emitter.value(access)
     if access.root.dtype is PRED:

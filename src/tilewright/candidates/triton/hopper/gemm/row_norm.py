@@ -1,8 +1,8 @@
 """A norm of the result's rows within a gemm's stores: what it normalises, and what becomes of it, as expressions of their own.
 
-A block has some of a row's columns. So expressions follow one another: `x`, of the sums; the numbers of each row, which the blocks
-that share it find together (`_rows.py`); `y`, of those numbers and of what x differs by from the mean of the block's own part of the
-row; and then the stores, of y or of x.
+A block has some of a row's columns. So expressions follow one another: `x`, of the sums; the numbers of each row, which the
+blocks that share it find together (`_rows.py`); `y`, of those numbers and of what x differs by from the mean of the block's own
+part of the row; and then the stores, of y or of x.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from tilewright.candidates.triton.runtime.versions import whole_views
 from tilewright.dtype import BF16, F16
 from tilewright.hardware.clusters import row_tiles
 from tilewright.ir.expression import quantised_at_once
-from tilewright.ir.graph import Node, toposort
+from tilewright.ir.graph import toposort
 from tilewright.ir.ops import Dequantize, Map, Quantize, Select
 from tilewright.lowering.scalar.costs import SPECIAL_UNIT
 from tilewright.schedule.cost import Phase, Work, predict_us

@@ -296,16 +296,22 @@ def spec_of(plan: HopperGemm, tile: TileConfig) -> KernelSpec:
 def _around_norm(
     norm: RowNorm, plan: HopperGemm, stores: Sequence[Store], rows: int, tile_n: int
 ) -> tuple[list[Store], tuple[Store, Store]]:
-    """Stores, what is normalised, and the norm: in subtiles of 128 bytes of what TMA brings for it, and in the widest of those of
-    the stores that read it. A store of what is normalised takes the buffer of what was brought for it, or nothing is brought."""
-    x, own = Store(norm.x, None, math.gcd(64, tile_n)), [s for s, of_norm in zip(stores, norm.normalised, strict=True) if not of_norm]
+    """Stores, what is normalised, and the norm: in subtiles of 128 bytes of what TMA brings for it, and in the widest of those
+    of the stores that read it. A store of what is normalised takes the buffer of what was brought, or nothing is."""
+    x, own = (
+        Store(norm.x, None, math.gcd(64, tile_n)),
+        [s for s, of_norm in zip(stores, norm.normalised, strict=True) if not of_norm],
+    )
     for element in (2, 1):  # of wider ones all of a tile would take too much of shared memory
         columns = math.gcd(128 // element, tile_n)
         aux = _brought(norm.x, plan, rows, columns, element)
         if aux is not None and all(s.access.root.dtype.size_bytes(1) == element for s in own) and len(own) < 2:
             x = Store(norm.x, None, columns, aux)
             break
-    fitting = [s if of_norm else _store(s.access, plan, rows, min(s.columns, x.columns)) for s, of_norm in zip(stores, norm.normalised, strict=True)]
+    fitting = [
+        s if of_norm else _store(s.access, plan, rows, min(s.columns, x.columns))
+        for s, of_norm in zip(stores, norm.normalised, strict=True)
+    ]
     widest = max(s.columns for s, of_norm in zip(fitting, norm.normalised, strict=True) if of_norm)
     return fitting, (x, Store(norm.y, None, max(x.columns, widest)))
 
