@@ -215,8 +215,8 @@ def _saturates_by_a_constant(n: Node) -> bool:
 
 
 def inverts(n: Node) -> bool:
-    """Tell whether codes of all values of 16 bits are those of their f32 products with the inverse of the scale, as they are for
-    all but a few scales of a thousand."""
+    """Tell whether codes of all values of 16 bits are those of their f32 products with the inverse of the scale, as they are
+    for most scales."""
     x = n.src[0].src[0] if isinstance(n.src[0].op, Convert) and n.src[0].dtype is F32 else n.src[0]
     if x.dtype not in (F16, BF16) or not _divides(n):
         return False
