@@ -165,7 +165,8 @@ def measure(p: Problem, target: Target, count: int, rounds: int) -> dict[str, fl
             run = runner(p, q, target, weights)
             why = wrong(run(first), wanted)
         except Exception as error:
-            why = f"{type(error).__name__}: {str(error)[:200]}"
+            found[name] = f"{type(error).__name__}: {str(error)[:200]}"
+            continue
         if why is None:
             runs[name] = lambda k, run=run: run(sets[k])
         else:
