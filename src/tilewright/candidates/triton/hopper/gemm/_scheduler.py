@@ -30,7 +30,7 @@ class TileScheduler:
 
     Whole tiles go round the `workers`. With `stream_k` the last ones are shared out evenly along K: a worker has the steps from
     `begin` to `end` of all of theirs, in `shares` tiles after `own_tiles` that are whole. With `split_k` each block of a
-    cluster has the `k_tiles` from `first_k_tile` on of every tile.
+    cluster has the `k_tiles` from `first_k_tile` on of every tile; with `row_blocks` one of the tiles of the same rows.
     """
 
     problem: Problem
@@ -62,6 +62,8 @@ class TileScheduler:
         if self.config.multicast:  # two blocks have two tiles, one below the other
             b, m, n = rasterise(t, gl.cdiv(self.tiles_m, 2), self.tiles_n, max(self.config.group_m // 2, 1))
             return b, m * 2 + gl.program_id(0) % 2, n, k0, k1
+        elif self.config.normalises:  # a cluster has whole rows
+            return t // self.tiles_m, t % self.tiles_m, gl.program_id(0) % self.config.row_blocks, k0, k1
         else:
             b, m, n = rasterise(t, self.tiles_m, self.tiles_n, self.config.group_m)
             return b, m, n, k0, k1
@@ -87,6 +89,8 @@ def tile_scheduler(problem, config: gl.constexpr):
     tiles_m = gl.cdiv(problem.M, config.tile_m)
     tiles_n = gl.cdiv(problem.N, config.result_n)
     k_tiles = gl.cdiv(problem.K, config.tile_k)
+    if config.normalises:
+        tiles_n = 1
     tiles = problem.B * (gl.cdiv(tiles_m, 2) if config.multicast else tiles_m) * tiles_n
     worker = gl.program_id(0)
     workers = gl.num_programs(0)
