@@ -202,6 +202,7 @@ class Candidate:
         package: the package that it came with, of a plug-in; "" for ours.
         ranged: of one that can leave extents open, the kernel near a point for a problem with open extents (`Ranged`). It may
             raise anything: then there is none.
+        code_of: of one with `ranged` on a GPU, what its code depends on of a point: equal for points that one code serves.
         ranks: of how many a problem is that it is ever asked about: "one" alone; "several", if it holds operations between
             them; or "any".
     """
@@ -214,6 +215,7 @@ class Candidate:
     packing_knobs: tuple[str, ...] | None = None
     package: str = ""
     ranged: Callable[[Any, Target, Schedule], Ranged] | None = None
+    code_of: Callable[[Schedule], Schedule] | None = None
     ranks: Literal["one", "several", "any"] = "one"
 
 

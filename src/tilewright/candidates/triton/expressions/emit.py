@@ -128,7 +128,7 @@ class Emitter(Printer):
         columns = self.tile.columns
         if self.tile.step is not None:
             columns = self.text.v(f"{self.tile.step} + {columns}")
-        return self.text.v(f"{columns} - {access.first}") if access.first else columns
+        return self.text.v(f"{columns} - {self.text.extent(access.first)}") if access.first else columns
 
     def _spread(self, access: Access, place: AccessMap) -> tuple[str | None, str | None]:
         """Offsets of a place by row and by column as tiles of one column and one row, in elements, None where it has none."""
@@ -143,7 +143,7 @@ class Emitter(Printer):
         if of_step:
             rows = self.text.v(of_step if rows is None else f"{rows} + ({of_step})")
         if place.offset:
-            offset = str(place.offset)
+            offset = self.text.stride(place.offset)
             if rows is not None or columns is None:
                 rows = self.text.v(f"{rows} + {offset}") if rows is not None else offset
             else:
@@ -154,8 +154,9 @@ class Emitter(Printer):
 
     def _of_step(self, term: StridedDigit, *, wide: bool) -> str:
         """The part of an address that a digit adds which the whole tile of a step shares."""
-        digit = self.text.v(f"{self.tile.step} // {term.inner} % {term.extent}")
-        return f"{self.cast(digit, 'int64') if wide else digit} * {term.stride}"
+        t = self.text
+        digit = t.v(f"{self.tile.step} // {t.extent(term.inner)} % {t.extent(term.extent)}")
+        return f"{self.cast(digit, 'int64') if wide else digit} * {t.stride(term.stride)}"
 
     def varies(self, access: Access) -> tuple[bool, bool]:
         """Tell whether an access's value is a tile of more than one row, and of more than one column."""
@@ -176,12 +177,12 @@ class Emitter(Printer):
         """The sum of digits times strides."""
         parts: list[str] = []
         for term in terms:
-            digit = number if term.inner == 1 else f"({number} // {term.inner})"
+            digit = number if term.inner == 1 else f"({number} // {self.text.extent(term.inner)})"
             if term.extent * term.inner < extent:
-                digit = f"({digit} % {term.extent})"
+                digit = f"({digit} % {self.text.extent(term.extent)})"
             if wide:
                 digit = f"{self.cast(self.text.v(digit), 'int64')}"
-            parts.append(digit if term.stride == 1 else f"{digit} * {term.stride}")
+            parts.append(digit if term.stride == 1 else f"{digit} * {self.text.stride(term.stride)}")
         return self.text.v(" + ".join(parts)) if parts else None
 
     def _sum(self, *parts: str | None, sign: str = "+") -> str | None:
@@ -194,7 +195,7 @@ class Emitter(Printer):
         of_columns = self.tile.column_mask if columns else None
         if columns and (access.first or access.columns_extent != self.tile.width):  # the access's own, of a range of columns
             own = self.own_columns(access)
-            of_columns = self.text.v(f"({own} >= 0) & ({own} < {access.columns_extent})")
+            of_columns = self.text.v(f"({own} >= 0) & ({own} < {self.text.extent(access.columns_extent)})")
         return self._sum(of_rows, self.expand(of_columns, 1) if of_columns else None, sign="&")
 
     def _leaf(self, n: Node, access: Access) -> str:
@@ -216,7 +217,7 @@ class Emitter(Printer):
         if term.stride == 1:
             return f"{base} + {step}"
         wide = term.extent * term.stride >= 1 << 31
-        return f"{base} + {self.cast(step, 'int64') if wide else step} * {term.stride}"
+        return f"{base} + {self.cast(step, 'int64') if wide else step} * {self.text.stride(term.stride)}"
 
     def _load(self, where: str, mask: str | None, dtype: DType) -> str:
         """The elements at a pointer, zeros where the mask has none."""
@@ -228,7 +229,7 @@ class Emitter(Printer):
         lookup does on a GPU."""
         assert isinstance(n.op, Gather)
         t, (table, picks), axis = self.text, n.src, n.op.axis % len(n.src[0].shape)
-        extent = table.shape[axis]
+        extent = t.extent(table.shape[axis])
         at = self.cast(index, "int64")
         if picks.dtype.kind == "int" and n.op.wraps:
             at = self.where(t.v(f"{at} < 0"), t.v(f"{at} + {extent}"), at)
@@ -237,7 +238,7 @@ class Emitter(Printer):
         mask = self._mask(access, rows=True, columns=bool(place.columns) or by_column)
         fine = inside if mask is None else t.v(f"{inside} | ({mask} == 0)")  # what is not there has no index
         t.do(f"tl.device_assert({fine}, 'an index out of range')")
-        at = t.v(f"{self.where(inside, at, '0')} * {math.prod(table.shape[axis + 1 :])}")
+        at = t.v(f"{self.where(inside, at, '0')} * {t.stride(math.prod(table.shape[axis + 1 :]))}")
         at = self._sum(at, *self._spread(access, place))
         return self._load(f"{self.pointer(table)} + {at}", mask, table.dtype)
 

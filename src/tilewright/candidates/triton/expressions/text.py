@@ -8,7 +8,12 @@ from collections.abc import Generator, Hashable, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+from tilewright.ir.extent import Extent, divides, names_of
+from tilewright.schedule.candidate import Unsupported
+
 Number = float | int
+SIXTEEN = 16  # multiples of so much are told to Triton, which then reads 16 bytes at once
+MOST_EXTENT = 1 << 31  # of one that is an argument
 
 
 @dataclass(frozen=True)
@@ -17,7 +22,7 @@ class KernelSource:
 
     Attributes:
         text: the module.
-        numbers: the last arguments of the kernel, by name, and what a launch passes for them.
+        numbers: the last arguments of the kernel, by name, and what a launch passes for them; an open extent its value.
     """
 
     text: str
@@ -26,7 +31,14 @@ class KernelSource:
     @property
     def signature(self) -> dict[str, str]:
         """Triton's types of these arguments."""
-        return {name: "i32" if isinstance(value, int) else "fp32" for name, value in self.numbers.items()}
+        return {name: signature_of(value) for name, value in self.numbers.items()}
+
+
+def signature_of(number: Number) -> str:
+    """Triton's type of an argument; "i32:16" of an open extent that is a multiple of 16, whatever its dims."""
+    if isinstance(number, Extent):
+        return "i32:16" if divides(SIXTEEN, number) else "i32"
+    return "i32" if isinstance(number, int) else "fp32"
 
 
 class Text:
@@ -77,6 +89,29 @@ class Text:
             name = self._named[key] = f"number{len(self.numbers)}"
             self.numbers[name] = value if isinstance(value, int) else ctypes.c_float(value).value
         return name
+
+    def extent(self, x: int) -> str:
+        """A whole number in arithmetic of places: itself, or where it is an open extent the argument that it is.
+
+        Raises:
+            Unsupported: 32 bits do not hold it for the shape at hand.
+        """
+        if not isinstance(x, Extent):
+            return str(x)
+        if not -MOST_EXTENT < x < MOST_EXTENT:
+            raise Unsupported(f"the extent {x} is not counted in 31 bits")
+        key = "extent", x.terms
+        if key not in self._named:
+            self._named[key] = f"extent{len(self.numbers)}"
+            self.numbers[self._named[key]] = x
+        return self._named[key]
+
+    def stride(self, x: int) -> str:
+        """A whole number by which places lie apart. An open one that is a multiple of 16 here is taken to be one for all shapes
+        that the kernel serves, which a guard says: what begins there is read 16 bytes at a time."""
+        if isinstance(x, Extent) and not divides(SIXTEEN, x) and names_of(x) and x % SIXTEEN == 0:
+            x = x // SIXTEEN * SIXTEEN
+        return self.extent(x)
 
     def do(self, line: str) -> None:
         """Add a statement."""

@@ -1,7 +1,7 @@
 """The path from a kernel's text to what runs: a module, machine code for any architecture (no GPU needed), its needs, a launch.
 
-A kernel has every extent in its text, so a call passes pointers and the problem's own numbers alone. A text is compiled once,
-however many problems share it.
+A kernel has every extent in its text that its problem leaves no choice of, so a call passes pointers, the problem's own numbers
+and what its open extents are (`Built.at`). A text is compiled once, however many problems share it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import struct
 import subprocess
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, lru_cache, partial
 from importlib.abc import InspectLoader
 from importlib.machinery import ModuleSpec
@@ -28,6 +28,7 @@ from tilewright.candidates.triton.expressions.text import KernelSource, Number, 
 from tilewright.candidates.triton.runtime.launch import Start
 from tilewright.candidates.triton.runtime.versions import direct, named
 from tilewright.hardware.target import Target
+from tilewright.ir.extent import Extent, extent_at
 from tilewright.schedule.candidate import Unsupported, generated
 from tilewright.schedule.recipe import MachineCode, Parts
 
@@ -116,7 +117,8 @@ def compiled(function: Any, signature: Mapping[str, str], arch: Arch, **options:
 
     Args:
         function: from `module`, decorated with `triton.jit` or `gluon.jit`.
-        signature: Triton's type of each argument ("*fp16", "i32"); all pointers are multiples of 16 bytes.
+        signature: Triton's type of each argument ("*fp16", "i32"); all pointers are multiples of 16 bytes, and so many are what
+            is "i32:16".
         arch: the architecture.
         options: `num_warps`, `num_stages`, `enable_fp_fusion` and the like.
 
@@ -131,9 +133,10 @@ def compiled(function: Any, signature: Mapping[str, str], arch: Arch, **options:
     from triton.experimental.gluon._runtime import GluonASTSource
 
     kind = GluonASTSource if function.is_gluon() else ASTSource
-    pointers = [i for i, t in enumerate(signature.values()) if t.startswith("*")]
-    attrs = {(i,): [["tt.divisibility", 16]] for i in pointers}
-    source = kind(fn=function, signature=dict(signature), constexprs={}, attrs=attrs)
+    sixteens = [i for i, t in enumerate(signature.values()) if t.startswith("*") or t.endswith(":16")]
+    attrs = {(i,): [["tt.divisibility", 16]] for i in sixteens}
+    types = {name: t.removesuffix(":16") for name, t in signature.items()}
+    source = kind(fn=function, signature=types, constexprs={}, attrs=attrs)
     with named():
         keyed(function)
         given = {"enable_fp_fusion": True} | options  # the default until 3.9
@@ -260,11 +263,18 @@ class Built:
         kernel: Triton's compiled kernel.
         numbers: the last arguments.
         names: names of the arguments before them, where those are not known otherwise.
+        text: the module that it was made of.
     """
 
     kernel: Any
     numbers: tuple[Number, ...]
     names: tuple[str, ...] = ()
+    text: str = ""
+
+    def at(self, values: Mapping[str, int]) -> Built:
+        """The same code for values of the dims that it leaves open, by name; for the kernel that is being built of it."""
+        generated(self.text)
+        return replace(self, numbers=tuple(extent_at(n, values) if isinstance(n, Extent) else n for n in self.numbers))
 
 
 def build(source: KernelSource, pointers: Mapping[str, str], arch: Arch, device: int = 0, **options: int | bool) -> Built:
@@ -279,7 +289,7 @@ def build(source: KernelSource, pointers: Mapping[str, str], arch: Arch, device:
     generated(source.text)
     kinds = tuple((dict(pointers) | source.signature).items())
     kernel = _machine_code(source.text, kinds, arch, device, tuple(sorted(options.items())))
-    return Built(kernel, tuple(source.numbers.values()))
+    return Built(kernel, tuple(source.numbers.values()), text=source.text)
 
 
 @lru_cache(maxsize=256)
