@@ -4,16 +4,40 @@ from __future__ import annotations
 
 import ctypes
 import math
-from collections.abc import Generator, Hashable, Mapping
+from collections.abc import Generator, Hashable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import NoReturn
 
 from tilewright.ir.extent import Extent, divides, names_of
 from tilewright.schedule.candidate import Unsupported
 
 Number = float | int
 SIXTEEN = 16  # multiples of so much are told to Triton, which then reads 16 bytes at once
+OPERATORS = ("add", "sub", "mul", "floordiv", "mod", "truediv", "divmod", "pow", "lshift", "rshift", "and", "or", "xor")
 MOST_EXTENT = 1 << 31  # of one that is an argument
+
+
+class UnknownError(Exception):
+    """Something was to be made of `OPEN`."""
+
+
+class Open:
+    """An extent in a configuration that is an argument of its kernel: nothing can be made of it before that runs."""
+
+    def _unknown(self, *given: object) -> NoReturn:
+        raise UnknownError("an open extent is known when its kernel runs")
+
+    for _name in ("bool", "index", "neg", "abs", "hash", *(f"{way}{op}" for op in OPERATORS for way in ("", "r"))):
+        locals()[f"__{_name}__"] = _unknown
+    __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = _unknown
+    del _name
+
+    def __repr__(self) -> str:
+        return "OPEN"
+
+
+OPEN = Open()
 
 
 @dataclass(frozen=True)
@@ -112,6 +136,12 @@ class Text:
         if isinstance(x, Extent) and not divides(SIXTEEN, x) and names_of(x) and x % SIXTEEN == 0:
             x = x // SIXTEEN * SIXTEEN
         return self.extent(x)
+
+    def extents(self, config: object, names: Sequence[str]) -> dict[str, str]:
+        """Fields and properties of a kernel's configuration that are open extents, of those with these names, and the arguments
+        that they are."""
+        values = {name: getattr(config, name) for name in names}
+        return {name: self.extent(value) for name, value in values.items() if isinstance(value, Extent)}
 
     def do(self, line: str) -> None:
         """Add a statement."""

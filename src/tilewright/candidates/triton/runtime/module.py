@@ -15,16 +15,16 @@ import struct
 import subprocess
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cache, lru_cache, partial
 from importlib.abc import InspectLoader
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from threading import Thread
 from types import CodeType, ModuleType
-from typing import Any
+from typing import Any, cast
 
-from tilewright.candidates.triton.expressions.text import KernelSource, Number, Text
+from tilewright.candidates.triton.expressions.text import OPEN, KernelSource, Number, Text
 from tilewright.candidates.triton.runtime.launch import Start
 from tilewright.candidates.triton.runtime.versions import direct, named
 from tilewright.hardware.target import Target
@@ -217,6 +217,7 @@ def instance(
     note: str = "",
     *,
     gluon: bool = True,
+    extents: Mapping[str, str] | None = None,
 ) -> KernelSource:
     """A module for one use of a kernel that stands in a source file: its function `kernel` calls that one with a configuration
     and with generated functions, all constants, so that Triton compiles them into one. Triton's cache knows it by the source
@@ -234,6 +235,7 @@ def instance(
         scalars: arguments between pointers and numbers, which `given` may name, too.
         note: anything else that machine code depends on, such as rewrites of its PTX.
         gluon: the kernel is written in Gluon, else in plain Triton.
+        extents: names of the configuration that are open, and the arguments that they are (`Text.extents`).
     """
     path, _, name = kernel.rpartition(".")
     record = type(config)
@@ -245,11 +247,21 @@ def instance(
         "from tilewright.candidates.triton.runtime._gluon import async_load, constants\n",
         f"CONFIG = constants({config!r})",
     ]
+    if extents:
+        own_fields = [f.name for f in fields(cast("Any", config)) if f.name in extents]
+        config = replace(cast("Any", config), **dict.fromkeys(own_fields, OPEN))
+        lines[-2:] = [
+            "from tilewright.candidates.triton.expressions.text import OPEN",
+            "from tilewright.candidates.triton.runtime._gluon import async_load, constants, opened\n",
+            f"CONFIG = constants({config!r})",
+            f"Config = opened(CONFIG, {tuple(extents)!r})",
+        ]
     for own, (arguments, body) in functions.items():
         unpacked = f"    {', '.join(side)}, = side\n" if "side" in arguments and side else ""
         lines.append(f"\n\n@{jit}\ndef {own}({', '.join(arguments)}):\n{unpacked}{body}")
     entry = dict.fromkeys(n for g in given for n in re.findall(r"[A-Za-z_]\w*", g) if n not in side) | dict.fromkeys(side)
-    call = [*given, f"({''.join(f'{x}, ' for x in side)})", "CONFIG", *(f"{own}={own}" for own in functions)]
+    known = f"Config(CONFIG, {', '.join(extents.values())})" if extents else "CONFIG"
+    call = [*given, f"({''.join(f'{x}, ' for x in side)})", known, *(f"{own}={own}" for own in functions)]
     said = f'    """{note}"""\n' if note else ""
     lines.append(f"\n\n@{jit}\ndef kernel({', '.join(entry)}):\n{said}    {name}({', '.join(call)})\n")
     return KernelSource("\n".join(lines), numbers)
