@@ -44,7 +44,8 @@ class Range:
 
     def part(self, of: Range) -> Range:
         """Those of these elements that a range of their numbers names."""
-        return Range(self.start + of.start * self.step, of.extent, self.step * of.step if of.extent > 1 else 1)
+        step = self.step * of.step
+        return Range(self.start + of.start * self.step, of.extent, step if step == 1 or of.extent > 1 else 1)
 
     def between(self, first: int, end: int) -> Range:
         """These elements from number `first` on and before number `end`, of those that there are."""

@@ -77,10 +77,10 @@ def pieces_of(roots: Sequence[Node], destinations: Sequence[Destination | None] 
     for i, root in enumerate(roots):
         destination = destinations[i] if destinations else None
         nodes = toposort((root,))
-        if any(n.tensor.open for n in nodes):  # copies of open numbers are not told apart
-            if destination is None and not any(isinstance(n.op, (Concat, Slice)) for n in nodes):
-                found.append(Piece(root, i, root.shape, ()))
-                continue
+        cut = destination is not None or any(isinstance(n.op, (Concat, Slice)) for n in nodes)
+        if not cut and any(n.tensor.open for n in nodes):  # copies of open numbers are not told apart
+            found.append(Piece(root, i, root.shape, ()))
+            continue
         while destination is None and isinstance(root.op, Reshape):
             root = root.src[0]
         shape, ranges = root.shape, whole(root.shape)

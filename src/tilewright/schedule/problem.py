@@ -30,8 +30,8 @@ from tilewright.ir.ops import (
     Write,
 )
 from tilewright.ir.ops.attention import pairs_seen
-from tilewright.ir.shown import show_fusion, show_gemm
 from tilewright.ir.ranges import Range
+from tilewright.ir.shown import show_fusion, show_gemm
 from tilewright.ir.types import Shape, TensorType
 
 LARGE_TABLE_BYTES = 16 << 20

@@ -74,7 +74,8 @@ class Plan:
     def build(self, schedule: Schedule) -> Kernel:
         tile = schedule.point(TileConfig)
         operands = (tma_operands(self.heads) or []) if tile.by_tma else []
-        return self.kernel(self.problem, schedule, self.machine_code(tile), blocks(self.heads, tile, self.target.cores), operands)
+        grid = blocks(self.heads, tile, self.target.cores)
+        return self.kernel(self.problem, schedule, self.machine_code(tile), grid, operands)
 
     def kernel(
         self, problem: AttentionProblem, schedule: Schedule, built: Built, grid: int, operands: Sequence[tuple[int, TmaView]]
