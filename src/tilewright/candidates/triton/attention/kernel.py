@@ -274,7 +274,7 @@ class _Generated:
     def _mask(self, t: Text, tile: Tile, mask: Access) -> str:
         """The mask of a tile of keys: pred, or f32. One that is the same for all queries of a head is read once for them."""
         places = [mask.of_leaf(n) for n in mask.views if isinstance(n.op, Param)]
-        if all(term.inner % self.h.queries == 0 for place in places for term in place.rows):
+        if all(divides(self.h.queries, term.inner) for place in places for term in place.rows):
             tile = replace(tile, rows=t.v(f"head * {t.extent(self.h.queries)} + tl.arange(0, 1)"), row_mask=None)
         emitter = Emitter(t, tile, fp8=self.fp8)
         value = emitter.value(mask)

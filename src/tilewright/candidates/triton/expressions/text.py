@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import NoReturn
 
-from tilewright.ir.extent import Extent, divides, names_of
+from tilewright.ir.extent import Extent, divides
 from tilewright.schedule.candidate import Unsupported
 
 Number = float | int
@@ -133,9 +133,7 @@ class Text:
     def stride(self, x: int) -> str:
         """A whole number by which places lie apart. An open one that is a multiple of 16 here is taken to be one for all shapes
         that the kernel serves, which a guard says: what begins there is read 16 bytes at a time."""
-        if isinstance(x, Extent) and not divides(SIXTEEN, x) and names_of(x) and x % SIXTEEN == 0:
-            x = x // SIXTEEN * SIXTEEN
-        return self.extent(x)
+        return self.extent(x if divides(SIXTEEN, x) or x % SIXTEEN else x // SIXTEEN * SIXTEEN)
 
     def extents(self, config: object, names: Sequence[str]) -> dict[str, str]:
         """Fields and properties of a kernel's configuration that are open extents, of those with these names, and the arguments

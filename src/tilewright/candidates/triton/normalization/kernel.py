@@ -253,9 +253,10 @@ class _Rows(Emitter):
         """The offsets of pairs, a tile of twice the columns, and the mask of those that exist."""
         t, tile = self.text, self._of_pairs[self.tile.columns]
         most = place.offset + sum((x.extent - 1) * x.stride for x in (*place.rows, *place.columns))
-        rows = self._digits(tile.rows, place.rows, self._nest.rows, wide=most >= 1 << 31)
+        spelt = self._spelt(place)
+        rows = self._digits(tile.rows, place.rows, self._nest.rows, spelt, wide=most >= 1 << 31)
         moved = place.offset or rows is None
-        base = t.v(f"{rows or f'{tile.rows} * 0'} + {t.stride(place.offset)}") if moved else rows
+        base = t.v(f"{rows or f'{tile.rows} * 0'} + {spelt(place.offset)}") if moved else rows
         masks = [self.expand(m, a) for a, m in ((0, tile.row_mask), (1, tile.column_mask)) if m is not None]
         mask = self._sum(*masks, sign="&")
         return t.v(f"{self.expand(base, 0)} + {self.expand(tile.columns, 1)}"), mask

@@ -429,4 +429,4 @@ def source_of(at: Access) -> tuple[int, AccessMap] | None:
 def same_for_queries(heads: Heads, mask: Access) -> bool:
     """Tell whether a mask hides the same keys from all queries of a head."""
     places = [mask.of_leaf(n) for n in toposort((mask.root,)) if isinstance(n.op, Param)]
-    return all(term.inner % heads.queries == 0 for place in places for term in place.rows)
+    return all(divides(heads.queries, term.inner) for place in places for term in place.rows)

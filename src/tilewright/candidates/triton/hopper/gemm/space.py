@@ -189,8 +189,7 @@ def spread_over(plan: HopperGemm, tile: TileConfig) -> TileConfig:
     division that shares any: what machine code does not depend on (`KernelConfig`)."""
     blocks_each, tiles = 2 if tile.multicast else 1, plan.tiles(tile)
     if tile.split_k > 1:
-        cores = round(CLUSTER_CORES[tile.split_k] * plan.target.cores)
-        return replace(tile, blocks=min(tiles, max(cores // tile.split_k, 1)) * tile.split_k)
+        return replace(tile, blocks=tiles * tile.split_k)  # a cluster has one
     cores, alone = max(plan.target.cores // blocks_each, 1), not tile.stream_k
     one_each = min(tiles, cores), min(tiles, cores)
     found = [(n, shared) for n, shared in _partitions(tiles, plan.k_tiles, cores, alone) if alone or shared]

@@ -207,7 +207,9 @@ class KernelSpec:
         stores = tuple(
             replace(s, view=s.view and s.view.at(values), aux=s.aux and (s.aux[0], s.aux[1].at(values))) for s in self.stores
         )
-        return replace(self, plan=self.plan.at(problem, values), tile=tile, stores=stores)
+        made = replace(self, plan=self.plan.at(problem, values), tile=tile, stores=stores)
+        vars(made)["config"] = self.config  # as it was compiled for
+        return made
 
     @cached_property
     def operands(self) -> tuple[Argument, ...]:

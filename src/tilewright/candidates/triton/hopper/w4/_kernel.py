@@ -183,6 +183,8 @@ def begin(x_rows, config: gl.constexpr):
     warp = tid // 32
     k_warp = warp // config.row_warps
     rank = gl.program_id(0) % config.cluster
+    if not config.open_rows:
+        x_rows = rank  # nobody asks
     if config.cluster > 1:
         mbarriers_init(base + BARRIER_AT, (tid == 0).to(gl.int32))
         for i in gl.static_range(2 if config.persistent else 1):
