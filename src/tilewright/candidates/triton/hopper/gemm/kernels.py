@@ -77,7 +77,8 @@ class Plan:
         return [Schedule.of_point(tile, **bits) for tile in self.tiles]
 
     def work(self, schedule: Schedule) -> Work:
-        return self.work_of(schedule.point(TileConfig))
+        tile = schedule.point(TileConfig)
+        return self.work_of(tile if tile.blocks else spread_over(self.gemm, tile))
 
     def compile(self, schedule: Schedule) -> None:
         compiled(self.spec(schedule.point(TileConfig)))

@@ -201,9 +201,13 @@ class Plan:
         """Schedules of the kernel of large tiles."""
         return list(self.large.schedules()) if self.large else []
 
-    def schedules(self) -> Iterable[Schedule]:
+    def unbuilt(self) -> list[Schedule]:
+        """The points as the cost model ranks them."""
         found = [*(c.schedule() for c in self.few.configs), *self.large_schedules]
-        ranked = sorted(found, key=lambda s: float(predict_us(self.work(s), self.few.target)))
+        return sorted(found, key=lambda s: float(predict_us(self.work(s), self.few.target)))
+
+    def schedules(self) -> Iterable[Schedule]:
+        ranked = self.unbuilt()
         # What is taken where nothing is measured needs no more memory.
         first = next((s for s in ranked if "expanded" not in dict(s.knobs)), None)
         return self._spilling_last(sorted(ranked, key=lambda s: s is not first))
