@@ -39,8 +39,9 @@ from tilewright.rules.calibrate import Layer
 from tilewright.runtime.partition import Part, decided, parts_for
 from tilewright.runtime.steps import Decide, Step
 from tilewright.schedule.buckets import PackingVariants, untimed
-from tilewright.schedule.candidate import Kernel, Schedule, discover
+from tilewright.schedule.candidate import Candidate, Kernel, Schedule, discover
 from tilewright.schedule.chooser import Chooser, Noting, OnePacking, Raced, packing_of
+from tilewright.schedule.cost import predict
 from tilewright.schedule.packed import Place, return_memory, unwritten
 from tilewright.schedule.problem import AnyProblem, AttentionProblem
 from tilewright.schedule.search import Checked, Decision
@@ -53,6 +54,7 @@ if TYPE_CHECKING:
 
 KEPT = 64  # instances
 NEAR = 8.0  # times as much work, or as little, for which what was measured serves
+WORSE = 1.25  # times the best point's time, for which the point of a kernel that is built is taken in its place on a GPU
 LIKE = 1.5  # times as much work for which what was not measured serves; of less work, NEAR
 ANCHORS = (0.5, 0.25, 0.75)  # of the logarithm of each range: the shapes that are measured, as long as there is time
 LEAST_PART = 0.2  # of the budget, without which no further one is
@@ -527,16 +529,32 @@ class AnyShape:
             if same is not None:
                 return same
         if near is None and part is not None and any(c.ranged is not None for c in discover(kind=self.target.kind)):
-            kept = None if known is None or packing is not None else known.find(problem, weights, 0)
-            if kept is not None:
-                return kept
             among = [packing] if packing is not None else None if known is None else known.candidates(problem)
+            if self.target.kind == "cpu":  # what is kept is for one shape, which takes long to compile for a GPU
+                kept = None if known is None or packing is not None else known.find(problem, weights, 0)
+                if kept is not None:
+                    return kept
             candidate, schedule = foremost(problem, self.target, among) or (None, Schedule())
             candidate = candidate.candidate if isinstance(candidate, PackingVariants) else candidate
-            same = region.ranged.decision(problem, weights, candidate, schedule, part, shape)
-            if same is not None:
-                return same
+            built = [] if self.target.kind == "cpu" else self._built_before(problem, region, key, candidate, schedule)
+            for point in (*built, schedule):
+                same = region.ranged.decision(problem, weights, candidate, point, part, shape)
+                if same is not None:
+                    return same
         return untimed(problem, self.target, weights, known, packing)
+
+    def _built_before(
+        self, problem: AnyProblem, region: _Region, key: Key, candidate: Candidate | None, schedule: Schedule
+    ) -> list[Schedule]:
+        """The points of which there is code already for other shapes, on a GPU, for which compiling takes seconds: those of
+        which the cost model expects no more than `WORSE` times the time of a point, the fastest first."""
+        best = None if candidate is None else _expected_us(candidate, problem, schedule, self.target)
+        if candidate is None or candidate.code_of is None or best is None:
+            return []
+        taken = (d.kernel for d in region.taken.get(key, ()) if d.kernel.candidate == candidate.name)
+        points = dict.fromkeys(candidate.code_of(kernel.schedule) for kernel in taken)
+        found = [(us, p) for p in points if (us := _expected_us(candidate, problem, p, self.target)) is not None]
+        return [p for us, p in sorted(found, key=lambda pair: pair[0]) if us <= WORSE * best]
 
     def _give_up(self, code: RangedCode, why: str) -> None:
         """Serve no shape by a code any more: programs that run it have other kernels from their next calls on."""
@@ -562,7 +580,7 @@ class AnyShape:
         """The kernel of another shape's candidate and schedule; None if it does not do here. Small problems are checked. Of the
         large, which have the same code for edges and more of what lies between, the first few."""
         point = near.kernel.candidate, near.kernel.schedule
-        if getattr(problem, "ops", problem.bytes) > LARGE_OPS:
+        if self.target.kind != "cpu" or getattr(problem, "ops", problem.bytes) > LARGE_OPS:
             alike = (d for d in before if (d.kernel.candidate, d.kernel.schedule) == point and d.verified)
             sizes = list(dict.fromkeys(d.problem for d in alike if not d.elsewhere))
             if len(sizes) >= CHECKED and any(larger(problem, p) <= FAR for p in sizes):
@@ -588,6 +606,14 @@ def _keys_of(keys: Mapping[Part, Key]) -> dict[AnyProblem, list[Key]]:
     for part, key in keys.items():
         found.setdefault(part.posed[0], []).append(key)
     return found
+
+
+def _expected_us(candidate: Candidate, problem: AnyProblem, schedule: Schedule, target: Target) -> float | None:
+    """The time in µs that the cost model expects of a point; None where it says nothing, or that is none for this problem."""
+    try:
+        return predict(candidate, problem, schedule, target)
+    except Exception:  # the candidate's own account
+        return None
 
 
 def work_ratio(a: AnyProblem, b: AnyProblem) -> float:

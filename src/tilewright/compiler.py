@@ -422,14 +422,16 @@ class _Compile:
         clusters = self.target is not None and has_clusters(self.target) and dims_of(graph) is None
         return optimise(graph, trace, visit, excess_precision=self.excess_precision, clusters=clusters, within_s=within_s)
 
-    def _database(self, target: Target) -> TuningDatabase | None:
+    def _database(self, target: Target, *, ranges: bool = False) -> TuningDatabase | None:
         if self.cache is True:
-            return TuningDatabase(target, user_cache(), excess_precision=self.excess_precision)
+            return TuningDatabase(target, user_cache(), excess_precision=self.excess_precision, ranges=ranges)
         return self.cache or None
 
     def _for_ranges(self, read: Reading, target: Target) -> AnyShape:
         """A program whose open extents stay open."""
-        database = self._database(target)
+        database = self._database(target, ranges=True)
+        if database is None and target.kind != "cpu":
+            database = TuningDatabase(target, None, excess_precision=self.excess_precision, ranges=True)
 
         def made_for(graph: Graph, trace: Trace, parts: Sequence[Part], decide: Decide, known: dict[Node, Value]) -> Program:
             def inner(region: Graph) -> Program:

@@ -162,7 +162,8 @@ class RangedCodes:
             checked.whole.append(found.problem)
 
         checked = code.checks.setdefault(ones, Checked())
-        looked_at = sampled(problem) and not any(isinstance(n.op, Write) for n in part.outputs)
+        calls = self._target.kind == "cpu"  # whose results are looked at; who asks for a GPU's waits for all before them
+        looked_at = calls and sampled(problem) and not any(isinstance(n.op, Write) for n in part.outputs)
         try:
             made = Decision(problem, kernel_of(plan(problem, values), schedule), None, (), False, True, checked=checked)
             if problem not in checked.whole and self._database is not None and self._database.vouched(problem, made.kernel):
@@ -175,7 +176,7 @@ class RangedCodes:
         except Exception:  # for these extents there is none, or it is wrong
             code.kernel = None
             return None
-        if problem not in checked.whole and code.behind[ones] < CHECKED:
+        if calls and problem not in checked.whole and code.behind[ones] < CHECKED:
             code.behind[ones] += 1
             self._later(lambda: check(problem, values), code)
         self._kernels.add(made.kernel)
@@ -198,6 +199,7 @@ class RangedCodes:
         """The code for a problem with open extents that holds for values of the dims."""
         assert candidate.ranged is not None
         point = schedule if candidate.packing_knobs is not None else Schedule()  # the others have one for all extents
+        point = point if candidate.code_of is None else candidate.code_of(schedule)
         several = self._by_point.setdefault((posed, candidate.name, point), [])
         code = next((c for c in several if not c.scope.failing(values)), None)
         if code is None:
@@ -239,7 +241,7 @@ def watch(program: Program, decide: Decide, codes: Sequence[RangedCode], give_up
     for i, step in enumerate(program.steps):
         d = step.decision
         code = next((c for c in codes if c.made(d)), None)
-        if code is None or d is None or d.checked is None:
+        if code is None or d is None or d.checked is None or program.target.kind != "cpu":
             continue
         if not any(user() is program for user, _ in code.users):
             code.users = [(user, choose) for user, choose in code.users if user() is not None]

@@ -270,6 +270,12 @@ def extent_at(extent: int, values: Mapping[str, int]) -> int:
     return extent.at(values) if isinstance(extent, Extent) else extent
 
 
+def divides(by: int, extent: int) -> bool:
+    """Tell whether an extent is a multiple of a number, whatever its dims are; no guard is left."""
+    rest = extent % by
+    return not isinstance(rest, Extent) and rest == 0
+
+
 def is_open(extents: Iterable[object]) -> bool:
     """Tell whether any of these is an extent that is not known yet."""
     return any(isinstance(e, _Extent) for e in extents)

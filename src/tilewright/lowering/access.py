@@ -32,6 +32,7 @@ from tilewright.ir.ops import (
     Slice,
     Transpose,
 )
+from tilewright.ir.ranges import Range
 from tilewright.ir.types import Shape
 from tilewright.schedule.candidate import Inapplicable, Unsupported
 from tilewright.schedule.problem import Problem
@@ -115,7 +116,7 @@ class Access:
     rows: Sequence[Axis] = ()
     columns: Sequence[Axis] = ()
     first: int = 0
-    within: tuple[Shape, tuple[range, ...]] | None = None
+    within: tuple[Shape, tuple[Range, ...]] | None = None
 
     def of_leaf(self, leaf: Node) -> AccessMap:
         """The map of a dense array that stands for `leaf`."""

@@ -12,13 +12,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tilewright import deadline
 from tilewright.dtype import F32
 from tilewright.ir.axes import axes_of, layout_of, reshaped
 from tilewright.ir.build import broadcast, const, map_, reshape
 from tilewright.ir.expression import ELEMENTWISE
+from tilewright.ir.extent import Extent
 from tilewright.ir.graph import Node, toposort
 from tilewright.ir.ops import (
     VIEWS,
@@ -34,12 +35,13 @@ from tilewright.ir.ops import (
     Slice,
     Transpose,
 )
+from tilewright.ir.ranges import Range
 from tilewright.ir.types import Shape
 from tilewright.schedule.candidate import Unsupported
 from tilewright.schedule.problem import Destination
 
 MOST = 16  # pieces of all results, each of which is code of its own
-Ranges = tuple[range, ...]  # of each axis, the elements start, start + step, …
+Ranges = tuple[Range, ...]  # of each axis
 
 
 @dataclass(frozen=True)
@@ -75,9 +77,8 @@ def pieces_of(roots: Sequence[Node], destinations: Sequence[Destination | None] 
     for i, root in enumerate(roots):
         destination = destinations[i] if destinations else None
         nodes = toposort((root,))
-        if any(n.tensor.open for n in nodes):
-            if destination is not None or any(isinstance(n.op, (Concat, Slice)) for n in nodes):
-                raise Unsupported("ranges are taken of extents that are open")
+        cut = destination is not None or any(isinstance(n.op, (Concat, Slice)) for n in nodes)
+        if not cut and any(n.tensor.open for n in nodes):  # copies of open numbers are not told apart
             found.append(Piece(root, i, root.shape, ()))
             continue
         while destination is None and isinstance(root.op, Reshape):
@@ -95,7 +96,7 @@ def pieces_of(roots: Sequence[Node], destinations: Sequence[Destination | None] 
             if len(parts) + len(pending) + len(found) > MOST + i:  # those before may be of one piece each
                 raise Unsupported(f"concatenations cut its results into more than {MOST} pieces")
             for part in reversed(parts):
-                ranges = tuple(all_[r.start : r.stop : r.step] for all_, r in zip(piece.ranges, part, strict=True))
+                ranges = tuple(all_.part(r) for all_, r in zip(piece.ranges, part, strict=True))
                 cut = _reduced_in_parts(cut_to(piece.root, part, made), piece.root.shape, parts, made)
                 pending.append(Piece(cut, i, shape, ranges))
     return found
@@ -103,7 +104,7 @@ def pieces_of(roots: Sequence[Node], destinations: Sequence[Destination | None] 
 
 def whole(shape: Shape) -> Ranges:
     """The ranges of a shape that take every element of each axis."""
-    return tuple(range(d) for d in shape)
+    return tuple(map(Range.whole, shape))
 
 
 def _cut_early(root: Node, made: dict[tuple[Node, Ranges], Node]) -> Node:
@@ -119,7 +120,7 @@ def _cut_early(root: Node, made: dict[tuple[Node, Ranges], Node]) -> Node:
 
 
 def _of_slice(op: Slice) -> Ranges:
-    return tuple(range(*bounds) for bounds in zip(op.start, op.stop, op.step, strict=True))
+    return tuple(Range.of(*bounds) for bounds in zip(op.start, op.stop, op.step, strict=True))
 
 
 def _copies(root: Node, made: dict[tuple[Node, Ranges], Node]) -> list[Ranges]:
@@ -138,9 +139,9 @@ def _of_copies(n: Node) -> list[Ranges]:
         return []
     before = (1,) * (len(n.shape) - len(n.src[0].shape)) + n.src[0].shape
     axis = next((a for a, (d, e) in enumerate(zip(before, n.shape, strict=True)) if d < e), None)
-    if axis is None or n.shape[axis] > MOST:
+    if axis is None or isinstance(n.shape[axis], Extent) or n.shape[axis] > MOST:
         return []
-    return [(*whole(n.shape[:axis]), range(i, i + 1), *whole(n.shape[axis + 1 :])) for i in range(n.shape[axis])]
+    return [(*whole(n.shape[:axis]), Range(i, 1), *whole(n.shape[axis + 1 :])) for i in range(n.shape[axis])]
 
 
 def _parts(root: Node, of: type[Concat | Broadcast] = Concat) -> list[Ranges]:
@@ -168,9 +169,9 @@ def _of_sources(n: Node) -> list[Ranges]:
     assert isinstance(n.op, Concat)
     axis, first, found = n.op.axis % len(n.shape), 0, list[Ranges]()
     for s in n.src:
-        found.append(tuple(range(first, first + s.shape[a]) if a == axis else range(d) for a, d in enumerate(n.shape)))
+        found.append(tuple(Range(first, s.shape[a]) if a == axis else Range.whole(d) for a, d in enumerate(n.shape)))
         first += s.shape[axis]
-    return [r for r in found if all(len(x) for x in r)]
+    return [r for r in found if all(x.extent for x in r)]
 
 
 def _upward(ranges: Ranges, n: Node, way: Sequence[Node]) -> Ranges | None:
@@ -186,7 +187,7 @@ def _upward(ranges: Ranges, n: Node, way: Sequence[Node]) -> Ranges | None:
             ranges = found
         else:
             extra = len(reader.shape) - len(n.shape)
-            along = [range(d) if d != n.shape[i] else ranges[i] for i, d in enumerate(reader.shape[extra:])]
+            along = [Range.whole(d) if d != n.shape[i] else ranges[i] for i, d in enumerate(reader.shape[extra:])]
             ranges = (*whole(reader.shape[:extra]), *along)
         n = reader
     return ranges
@@ -198,45 +199,46 @@ def _through_reshape(ranges: Ranges, before: Shape, after: Shape) -> Ranges | No
     new = reshaped(layout, after)
     if new is None:
         return None
-    of_axis: dict[object, range] = {}
+    of_axis: dict[object, Range] = {}
     for r, dim in zip(ranges, layout, strict=True):
         digits = _in_digits(r, [a.extent for a in axes_of((dim,))])
         if digits is None:
             return None
         of_axis.update(zip(axes_of((dim,)), digits, strict=True))
-    found: list[range] = []
+    found: list[Range] = []
     for dim in new:
-        joined = range(1)
+        joined = Range(0, 1)
         for axis in reversed(axes_of((dim,))):  # inner first
             outer, inner = of_axis[axis], math.prod(a.extent for a in axes_of((dim,))[axes_of((dim,)).index(axis) + 1 :])
             step = outer.step * inner
-            if len(outer) > 1 and len(joined) > 1 and step != len(joined) * joined.step:
+            if outer.extent > 1 and joined.extent > 1 and step != joined.extent * joined.step:
                 return None
-            start = outer.start * inner + joined.start
-            by = joined.step if len(joined) > 1 else step
-            joined = range(start, start + (len(outer) * len(joined) - 1) * by + 1, by)
+            by, extent = joined.step if joined.extent > 1 else step, outer.extent * joined.extent
+            joined = Range(outer.start * inner + joined.start, extent, by if extent > 1 else 1)
         found.append(joined)
     return tuple(found)
 
 
-def _in_digits(r: range, extents: Sequence[int]) -> list[range] | None:
+def _in_digits(r: Range, extents: Sequence[int]) -> list[Range] | None:
     """A range of numbers as one of each digit, outer first; None if it is no product of such."""
     if not extents:
         return []
     if len(extents) == 1:
         return [r]
     inner = math.prod(extents[1:])
+    if r.start == 0 and r.step == 1 and r.extent == extents[0] * inner:
+        return [Range.whole(e) for e in extents]
     first, rest = r.start // inner, r.start % inner
-    if len(r) == 1 or r[-1] // inner == first:  # within one outer digit
-        digits = _in_digits(range(rest, rest + r[-1] - r.start + 1, r.step), extents[1:])
-        return None if digits is None else [range(first, first + 1), *digits]
+    if r.extent == 1 or r.last // inner == first:  # within one outer digit
+        digits = _in_digits(Range(rest, r.extent, r.step), extents[1:])
+        return None if digits is None else [Range(first, 1), *digits]
     if r.step % inner == 0:
-        digits = _in_digits(range(rest, rest + 1), extents[1:])
-        return None if digits is None else [range(first, r[-1] // inner + 1, r.step // inner), *digits]
-    if inner % r.step or rest >= r.step or len(r) % (inner // r.step):
+        digits = _in_digits(Range(rest, 1), extents[1:])
+        return None if digits is None else [Range.of(first, r.last // inner + 1, r.step // inner), *digits]
+    if inner % r.step or rest >= r.step or r.extent % (inner // r.step):
         return None
-    digits = _in_digits(range(rest, inner, r.step), extents[1:])
-    return None if digits is None else [range(first, first + len(r) // (inner // r.step)), *digits]
+    digits = _in_digits(Range.of(rest, inner, r.step), extents[1:])
+    return None if digits is None else [Range(first, r.extent // (inner // r.step)), *digits]
 
 
 def cut_to(n: Node, ranges: Ranges, made: dict[tuple[Node, Ranges], Node]) -> Node:
@@ -247,18 +249,18 @@ def cut_to(n: Node, ranges: Ranges, made: dict[tuple[Node, Ranges], Node]) -> No
         ranges: the range of each of its axes, none of them empty.
         made: cuts made before, to which this one is added.
     """
-    key = (n, tuple(range(r.start, r[-1] + 1, r.step if len(r) > 1 else 1) for r in ranges))
+    key = (n, ranges)
     if key not in made:
-        made[key] = n if key[1] == whole(n.shape) else _cut(n, key[1], made)
+        made[key] = n if ranges == whole(n.shape) else _cut(n, ranges, made)
     return made[key]
 
 
 def _cut(n: Node, ranges: Ranges, made: dict[tuple[Node, Ranges], Node]) -> Node:
-    op, shape = n.op, tuple(map(len, ranges))
+    op, shape = n.op, tuple(r.extent for r in ranges)
 
     def of_broadcast(s: Node) -> Node:
         along = ranges[len(ranges) - len(s.shape) :]
-        return cut_to(s, tuple(range(1) if d == 1 else r for d, r in zip(s.shape, along, strict=True)), made)
+        return cut_to(s, tuple(Range(0, 1) if d == 1 else r for d, r in zip(s.shape, along, strict=True)), made)
 
     if isinstance(op, ELEMENTWISE):
         if not (isinstance(op, (Quantize, Dequantize)) and op.block is not None):
@@ -277,28 +279,29 @@ def _cut(n: Node, ranges: Ranges, made: dict[tuple[Node, Ranges], Node]) -> Node
         if split is not None:
             return cut_to(split, ranges, made)
     elif isinstance(op, Slice):
-        return cut_to(n.src[0], tuple(a[r.start : r.stop : r.step] for a, r in zip(_of_slice(op), ranges, strict=True)), made)
+        return cut_to(n.src[0], tuple(a.part(r) for a, r in zip(_of_slice(op), ranges, strict=True)), made)
     elif isinstance(op, Concat):
         axis, found = op.axis % len(shape), list[Node]()
         r, first = ranges[axis], 0
         for s in n.src:
-            ends = [max(0, -(-(end - r.start) // r.step)) for end in (first, first + s.shape[axis])]
-            inside = r[ends[0] : ends[1]]
-            if inside:
-                part = range(inside.start - first, inside[-1] - first + 1, inside.step)
+            ends = [-(-(end - r.start) // r.step) for end in (first, first + s.shape[axis])]
+            inside = r.between(*(end if end > 0 else 0 for end in ends))
+            if inside.extent:
+                part = replace(inside, start=inside.start - first)
                 found.append(cut_to(s, (*ranges[:axis], part, *ranges[axis + 1 :]), made))
             first += s.shape[axis]
         return found[0] if len(found) == 1 else Node(op, *found)
     elif isinstance(op, Reduce):
         left = iter(ranges)
         if op.keepdims:
-            inner = [range(d) if a in op.axes else r for a, (d, r) in enumerate(zip(n.src[0].shape, ranges, strict=True))]
+            both = zip(n.src[0].shape, ranges, strict=True)
+            inner = [Range.whole(d) if a in op.axes else r for a, (d, r) in enumerate(both)]
         else:
-            inner = [range(d) if a in op.axes else next(left) for a, d in enumerate(n.src[0].shape)]
+            inner = [Range.whole(d) if a in op.axes else next(left) for a, d in enumerate(n.src[0].shape)]
         return Node(op, cut_to(n.src[0], tuple(inner), made))
     elif isinstance(op, Gather) and not op.elementwise:
         axis, rank = op.axis % len(n.src[0].shape), len(n.src[1].shape)
-        table = (*ranges[:axis], range(n.src[0].shape[axis]), *ranges[axis + rank :])
+        table = (*ranges[:axis], Range.whole(n.src[0].shape[axis]), *ranges[axis + rank :])
         return Node(op, cut_to(n.src[0], table, made), cut_to(n.src[1], ranges[axis : axis + rank], made))
     return Node(Slice(*(tuple(x) for x in zip(*((r.start, r.stop, r.step) for r in ranges), strict=True))), n)
 
@@ -326,8 +329,8 @@ def _reduced_in_parts(root: Node, shape: Shape, parts: Sequence[Ranges], made: d
 
     mean(x) -> (sum(x[: n / 2]) + sum(x[n / 2 :])) / n, where all parts are of one size.
     """
-    cut = [a for a, d in enumerate(shape) if len(parts[0][a]) < d]
-    if len(cut) != 1 or len({len(p[cut[0]]) for p in parts}) > 1:
+    cut = [a for a, d in enumerate(shape) if parts[0][a].extent < d]
+    if len(cut) != 1 or len({p[cut[0]].extent for p in parts}) > 1:
         return root
     axis = cut[0]
     moved: dict[Node, Node] = {}
@@ -348,12 +351,12 @@ def _sums_of_parts(root: Node, made: dict[tuple[Node, Ranges], Node]) -> Node:
             continue
         axis, every, parts = n_.op.axes[0], whole(n_.src[0].shape), _parts(n_.src[0])
         alone = all(p[:axis] == every[:axis] and p[axis + 1 :] == every[axis + 1 :] for p in parts)
-        if len(parts) > 1 and alone and len({len(p[axis]) for p in parts}) == 1:
+        if len(parts) > 1 and alone and len({p[axis].extent for p in parts}) == 1:
             moved[n] = _joined(n_, [p[axis] for p in parts], made)
     return moved[root]
 
 
-def _joined(n: Node, parts: Sequence[range], made: dict[tuple[Node, Ranges], Node]) -> Node:
+def _joined(n: Node, parts: Sequence[Range], made: dict[tuple[Node, Ranges], Node]) -> Node:
     """A reduction along one axis as those of its parts; itself where they cannot be joined."""
     op, x = n.op, n.src[0]
     assert isinstance(op, Reduce)

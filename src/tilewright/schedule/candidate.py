@@ -202,6 +202,8 @@ class Candidate:
         package: the package that it came with, of a plug-in; "" for ours.
         ranged: of one that can leave extents open, the kernel near a point for a problem with open extents (`Ranged`). It may
             raise anything: then there is none.
+        code_of: of one with `ranged` on a GPU, what its code depends on of a point: equal for points that one code serves.
+        slow: its kernels take seconds to make, anew for each shape: programs with open extents have none of them.
         ranks: of how many a problem is that it is ever asked about: "one" alone; "several", if it holds operations between
             them; or "any".
     """
@@ -214,6 +216,8 @@ class Candidate:
     packing_knobs: tuple[str, ...] | None = None
     package: str = ""
     ranged: Callable[[Any, Target, Schedule], Ranged] | None = None
+    code_of: Callable[[Schedule], Schedule] | None = None
+    slow: bool = False
     ranks: Literal["one", "several", "any"] = "one"
 
 
@@ -255,6 +259,20 @@ class Precompiled(Plan, Protocol):
     def compile(self, schedule: Schedule) -> None:
         """Leave it where `build` finds it, in whatever process."""
         ...
+
+
+@runtime_checkable
+class RankedByCode(Plan, Protocol):
+    """A plan that looks at the machine code of points before it offers them."""
+
+    def unbuilt(self) -> Iterable[Schedule]:
+        """The points as they are ranked without that."""
+        ...
+
+
+def unbuilt(plan: Plan) -> Iterable[Schedule]:
+    """The points of a plan, best guess first, for which nothing is compiled."""
+    return plan.unbuilt() if isinstance(plan, RankedByCode) else plan.schedules()
 
 
 _planning: ContextVar[bool] = ContextVar("planning", default=False)
@@ -347,6 +365,9 @@ class _Narrowed:
 
     def schedules(self) -> Iterable[Schedule]:
         return self.pick(self.whole)
+
+    def unbuilt(self) -> Iterable[Schedule]:
+        return self.pick(FixedPlan([*unbuilt(self.whole)], self.whole.build))
 
     def build(self, schedule: Schedule) -> Kernel:
         return self.whole.build(schedule)

@@ -30,6 +30,7 @@ from tilewright.ir.ops import (
     Write,
 )
 from tilewright.ir.ops.attention import pairs_seen
+from tilewright.ir.ranges import Range
 from tilewright.ir.shown import show_fusion, show_gemm
 from tilewright.ir.types import Shape, TensorType
 
@@ -241,10 +242,10 @@ class Destination:
     axis: int
     start: int
 
-    def ranges(self, extent: int) -> tuple[range, ...]:
+    def ranges(self, extent: int) -> tuple[Range, ...]:
         """The elements of each axis that the slice takes, for a result of `extent` elements along `axis`."""
-        own = range(self.start, self.start + extent)
-        return tuple(own if a == self.axis else range(d) for a, d in enumerate(self.shape))
+        own = Range(self.start, extent)
+        return tuple(own if a == self.axis else Range.whole(d) for a, d in enumerate(self.shape))
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ from tilewright.schedule.candidate import (
     concerns,
     discover,
     planned,
+    unbuilt,
 )
 from tilewright.schedule.cost import predict
 from tilewright.schedule.measure import Fault
@@ -59,6 +60,7 @@ def spaces_of(
     reject: Callable[[str, Fault], object],
     *,
     timed: bool,
+    built: bool = True,
 ) -> list[Space]:
     """The spaces of the candidates that take part, in the order in which they are tried. One that raises anything at all is
     out, and the compile goes on.
@@ -69,6 +71,7 @@ def spaces_of(
         candidates: those that are asked.
         reject: called with the name of each that is out, and why.
         timed: points will be timed; else the first that passes its check is taken.
+        built: machine code may be made to put points in order.
     """
     spaces: list[Space] = []
     asked = [c for c in candidates if concerns(c, problem, target)]
@@ -79,7 +82,7 @@ def spaces_of(
             if isinstance(plan, Refusal):
                 reject(candidate.name, Fault(plan.kind, plan.why))
                 continue
-            space, point = Space(candidate, plan, iter(plan.schedules())), None
+            space, point = Space(candidate, plan, iter(plan.schedules() if built else unbuilt(plan))), None
             if isinstance(plan, Leading):
                 with considering():
                     point = plan.leading()
@@ -102,7 +105,7 @@ def foremost(
     """The point that a search without a budget tries first: nothing is built. None if no candidate has one."""
     competing = list(candidates) if candidates is not None else discover()
     try:
-        for space in spaces_of(problem, target, competing, lambda name, why: None, timed=False):
+        for space in spaces_of(problem, target, competing, lambda name, why: None, timed=False, built=False):
             with considering():
                 for schedule in space.points:
                     return space.candidate, schedule

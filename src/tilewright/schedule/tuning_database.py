@@ -82,6 +82,7 @@ class TuningDatabase:
         retry: bool = False,
         family: str = "",
         finish: bool = False,
+        ranges: bool = False,
     ) -> None:
         """`hints` are records from elsewhere, of any machine; the first one of a problem counts.
 
@@ -89,8 +90,10 @@ class TuningDatabase:
 
         `settled` then holds the record of each decision that was measured or read back, by digest of its problem. `family`
         names the part of the candidates that choices are made among; "" stands for all. `finish`: what a search of as much time
-        did not come to measure is measured now.
+        did not come to measure is measured now. `ranges`: they are for a program with open extents, so that no candidate is
+        asked whose kernels take seconds to make, anew for each shape.
         """
+        self._ranges = ranges and target.kind != "cpu"
         self.family: str = family
         self._finish = finish
         self._target, self._cache, self._retry = target, cache, retry
@@ -118,7 +121,7 @@ class TuningDatabase:
 
     def find(self, problem: AnyProblem, weights: Mapping[int, torch.Tensor], budget_s: float) -> Decision | None:
         """The decision of a search of `budget_s` or more in the same circumstances, if it still holds."""
-        refused = {r.candidate for r in self._lost(problem)}
+        refused = {r.candidate for r in self._lost(problem)} | ({c.name for c in discover() if c.slow} if self._ranges else set())
         for record, foreign, text in self._records(problem, budget_s):
             if record.candidate in refused:
                 continue
@@ -238,11 +241,13 @@ class TuningDatabase:
         those that did not come back replaced by their refusals."""
         hint = self._hints.get(self._key(problem, 0).problem)
         refused = {} if self._retry else {r.candidate: _sentence(r) for r in self._lost(problem)}
-        if hint is None and not refused:
+        if hint is None and not refused and not self._ranges:
             return None
         found: list[Candidate] = []
         for c in discover():
-            if c.name in refused:
+            if c.slow and self._ranges:
+                found.append(refusing(c, "its kernels would take seconds to make for each shape"))
+            elif c.name in refused:
                 found.append(refusing(c, refused[c.name]))
             else:
                 found.append(_hinted(c, Schedule(hint.knobs)) if hint is not None and c.name == hint.candidate else c)

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from attentions import attention
+from ranged_code import Code
 
 from tilewright.candidates.llvm.attention.candidate import CANDIDATE as ATTENTION
 from tilewright.candidates.llvm.gemm.candidate import CANDIDATE as GEMM
@@ -18,34 +19,12 @@ from tilewright.ir.build import broadcast, convert, input_, map_, reshape, slice
 from tilewright.ir.dims import Dim, Scope
 from tilewright.ir.evaluate import evaluate_nodes
 from tilewright.ir.graph import Node, toposort
-from tilewright.ir.ops import Acc, LayerNorm, Param, gemm
-from tilewright.ranged import problem_at
+from tilewright.ir.ops import Acc, Concat, LayerNorm, Param, gemm
 from tilewright.schedule.candidate import Unsupported, kernel_of, plan_for
 from tilewright.schedule.problem import FusionProblem, fusion_of, problem_of
 
 CPU = detect("cpu")
 pytestmark = pytest.mark.skipif(engine.available() is not None, reason="no kernels are generated here")
-
-
-class Code:
-    """One candidate's codes for a problem with open extents: a new one where the guards of those before do not hold."""
-
-    def __init__(self, candidate, make, **dims):
-        self.candidate, self.dims, self.codes = candidate, dims, []
-        scope = Scope()
-        self.problem = make(**{name: scope.extent(dim) for name, dim in dims.items()})
-
-    def at(self, schedule=None, **values):
-        """The problem for values of the dims, and its kernel."""
-        one = problem_at(self.problem, values)
-        found = next((c for s, c in self.codes if not s.failing(values)), None)
-        if found is None:
-            scope = Scope(strict=True).expect(values)
-            posed = problem_at(self.problem, {name: scope.extent(dim) for name, dim in self.dims.items()})
-            found = self.candidate.ranged(posed, CPU, schedule or next(iter(plan_for(self.candidate, one, CPU).schedules())))
-            assert not scope.failing(values)
-            self.codes.append((scope, found))
-        return one, found(one, values)
 
 
 def ran(problem, kernel, arrays):
@@ -79,7 +58,7 @@ def test_a_product_has_any_number_of_rows(dtype, acc):
     def make(batch, rows):
         return problem_of(gemm(input_("a", dtype, (batch, rows, 40)), input_("b", dtype, (40, 56)), acc_dtype=acc))
 
-    code = Code(GEMM, make, batch=Dim("batch", 1, 64), rows=Dim("rows", 1, 4096))
+    code = Code(GEMM, CPU, make, batch=Dim("batch", 1, 64), rows=Dim("rows", 1, 4096))
     for batch, rows in [(1, 1), (1, 2), *((1, m) for m in range(3, 40)), (5, 1), (3, 7), (2, 64), (7, 61), (64, 3)]:
         one, kernel = code.at(batch=batch, rows=rows)
         agrees(one, kernel, rtol=2e-2 if dtype is BF16 else 2e-5)
@@ -90,7 +69,7 @@ def test_nothing_is_compiled_for_another_number_of_rows(monkeypatch):
     def make(rows):
         return problem_of(gemm(input_("a", F32, (rows, 72)), input_("b", F32, (72, 40)), acc_dtype=F32))
 
-    code = Code(GEMM, make, rows=Dim("rows", 1, 4096))
+    code = Code(GEMM, CPU, make, rows=Dim("rows", 1, 4096))
     one, kernel = code.at(rows=500)
     agrees(one, kernel)
     monkeypatch.setattr(engine, "object_code", lambda text: pytest.fail("compiled"))
@@ -121,7 +100,7 @@ def test_an_epilogue_writes_heads_and_reads_a_residual_at_any_length():
         op = replace(gemm(x, w, acc_dtype=F32).op, stores=(heads,))
         return problem_of(Node(op, x, w, input_("r", F32, acc.shape), input_("c", F32, (64,))))
 
-    code = Code(GEMM, make, batch=Dim("batch", 1, 8), length=Dim("length", 1, 512))
+    code = Code(GEMM, CPU, make, batch=Dim("batch", 1, 8), length=Dim("length", 1, 512))
     for batch, length in [(2, 5), (1, 9), (3, 1), (1, 1), (8, 31), (2, 257)]:
         agrees(*code.at(batch=batch, length=length))
 
@@ -133,7 +112,7 @@ def test_attention_has_any_number_of_queries_and_keys(causal, masked):
         mask = (PRED, (batch, 1, 1, keys)) if masked else None
         return problem_of(attention((batch, 2, 1, queries, keys, 24, 24), mask=mask, causal=causal, zero_masked_rows=True))
 
-    code = Code(ATTENTION, make, batch=Dim("batch", 1, 8), queries=Dim("queries", 1, 512), keys=Dim("keys", 1, 512))
+    code = Code(ATTENTION, CPU, make, batch=Dim("batch", 1, 8), queries=Dim("queries", 1, 512), keys=Dim("keys", 1, 512))
     sizes = [(2, 7, 7), (1, 1, 1), (3, 1, 5), (1, 16, 16), (2, 31, 64), (1, 32, 33), (1, 33, 31), (2, 64, 64), (1, 257, 100)]
     for batch, queries, keys in sizes:
         one, kernel = code.at(batch=batch, queries=queries, keys=keys)
@@ -151,20 +130,29 @@ def test_norms_and_masks_have_any_number_of_rows_and_columns():
         return fusion_of((x,), (reshape(convert(x, PRED), (batch, 1, 1, length)),))[0]
 
     for make in (norm, mask):
-        code = Code(NORM, make, batch=Dim("batch", 1, 64), length=Dim("length", 1, 512))
+        code = Code(NORM, CPU, make, batch=Dim("batch", 1, 64), length=Dim("length", 1, 512))
         for batch, length in [(2, 5), (1, 3), (3, 1), (17, 31), (64, 16), (5, 64), (1, 512)]:
             agrees(*code.at(batch=batch, length=length))
         assert len(code.codes) <= 3
 
 
-def test_what_cannot_be_left_open_is_refused():
-    def joined(length):
+def test_ranges_are_taken_of_open_extents():
+    def cut(length):
         x = input_("x", F32, (length, 8))
         return fusion_of((x,), (map_("negate", slice_(x, 0, 1, length)),))[0]
 
-    code = Code(NORM, joined, length=Dim("length", 4, 512))
-    with pytest.raises(Unsupported, match="ranges are taken of extents that are open"):
-        code.at(length=9)
+    def turned(batch, length):
+        x, by = input_("x", F32, (batch, length, 4, 16)), input_("by", F32, (length, 16))
+        halves = [slice_(x, 3, 0, 8), map_("negate", slice_(x, 3, 8, 16))]
+        by = broadcast(reshape(by, (1, length, 1, 16)), x.shape)
+        rotated = map_("add", map_("multiply", x, by), Node(Concat(3), halves[1], halves[0]))
+        return fusion_of((x, input_("by", F32, (length, 16))), (transpose(rotated, (0, 2, 1, 3)),))[0]
+
+    for make, several in ((cut, False), (turned, True)):
+        code = Code(NORM, CPU, make, **({"batch": Dim("batch", 1, 8)} if several else {}), length=Dim("length", 2, 512))
+        for batch, length in [(2, 9), (1, 2), (3, 31), (8, 64)]:
+            agrees(*code.at(**({"batch": batch} if several else {}), length=length))
+        assert len(code.codes) <= 2  # of one element is one that has no step
 
 
 def _batch_in_k(batch, rows):
@@ -181,8 +169,8 @@ def test_rows_that_are_dense_for_one_matrix_alone_are_not_read_in_place_for_seve
     points = [*plan_for(GEMM, _batch_in_k(1, 8), CPU).schedules()]
     in_place = next(s for s in points if not s.point(Blocks).pack_lhs)
     with pytest.raises(Unsupported, match="left operand cannot be read where it lies for all extents"):
-        Code(GEMM, _batch_in_k, **dims).at(in_place, batch=1, rows=8)
-    code = Code(GEMM, _batch_in_k, **dims)
+        Code(GEMM, CPU, _batch_in_k, **dims).at(in_place, batch=1, rows=8)
+    code = Code(GEMM, CPU, _batch_in_k, **dims)
     packed = next(s for s in points if s.point(Blocks).pack_lhs)
     for batch, rows in [(1, 8), (1, 9), (2, 8), (3, 17)]:
         agrees(*code.at(packed, batch=batch, rows=rows))
@@ -194,12 +182,12 @@ def test_one_pass_over_an_open_k_has_code_of_its_own():
 
     schedule = next(iter(plan_for(GEMM, make(128), CPU).schedules()))
     assert schedule.point(Blocks).kc == 128
-    code = Code(GEMM, make, k=Dim("k", 1, 4096))
+    code = Code(GEMM, CPU, make, k=Dim("k", 1, 4096))
     for k in (1, 2, 37, 127, 128, 129, 256, 513):
         agrees(*code.at(schedule, k=k))
     short = next(iter(plan_for(GEMM, make(37), CPU).schedules()))
     with pytest.raises(Unsupported, match="passes over an open K would not be of whole packed vectors"):
-        Code(GEMM, make, k=Dim("k", 1, 4096)).at(short, k=81)
+        Code(GEMM, CPU, make, k=Dim("k", 1, 4096)).at(short, k=81)
 
 
 def test_a_code_whose_guards_do_not_hold_is_not_taken():

@@ -96,4 +96,4 @@ def plan(problem: FusionProblem, target: Target) -> FixedPlan | Refusal:
     return FixedPlan((Schedule(),), partial(_build, problem, target))
 
 
-CANDIDATE = Candidate("inductor", FUSION, GPU, 30, plan)  # on a CPU it needs a C++ compiler
+CANDIDATE = Candidate("inductor", FUSION, GPU, 30, plan, slow=True)  # on a CPU it needs a C++ compiler

@@ -31,7 +31,7 @@ def attention(factors, side, config, load_q, load_k, load_v, score, store, round
     if config.causal:  # what sees most keys first
         tile = config.tiles - 1 - tile
     _, rows, row_mask = queries_of(head, tile, config)
-    q = load_q(rows, row_mask, config.queries % config.tile_m > 0, side)
+    q = load_q(rows, row_mask, config.short, side)
     end = config.keys
     if config.causal and not config.equal_rows:
         end = tl.minimum((tile + 1) * config.tile_m + config.shift, config.keys)
@@ -64,7 +64,7 @@ def keys_of(head, start, config):
 @triton.jit
 def online(q, end, head, tile, factors, side, config, load_k, load_v, score):
     """Weights unrounded: sums are brought to each new maximum."""
-    ragged: tl.constexpr = config.keys % config.tile_n > 0
+    ragged: tl.constexpr = config.ragged
     acc = tl.zeros([config.tile_m, config.width], tl.float32)
     row_max, row_sum = nothing_seen(config)
     for start in range(0, end, config.tile_n):
@@ -79,7 +79,7 @@ def online(q, end, head, tile, factors, side, config, load_k, load_v, score):
 @triton.jit
 def twice(q, end, head, tile, factors, side, config, load_k, load_v, score, round_weights):
     """The maximum and the sum of each row first, then its weights one tile after another."""
-    ragged: tl.constexpr = config.keys % config.tile_n > 0
+    ragged: tl.constexpr = config.ragged
     row_max, row_sum = nothing_seen(config)
     for start in range(0, end, config.tile_n):
         scores = scores_of(q, start, ragged, head, tile, side, config, load_k, score)
@@ -142,7 +142,7 @@ def scores_of(q, start, ragged: tl.constexpr, head, tile, side, config, load_k, 
     x = score(x, head, rows, row_mask, keys, key_mask, ragged, side)
     if config.causal:
         if config.group > 1:
-            m = m % (config.queries // config.group)
+            m = m % config.own_queries
         x = tl.where(m[:, None] + config.shift >= keys[None, :], x, config.hidden)
     if ragged:
         x = tl.where(key_mask[None, :], x, HIDDEN)

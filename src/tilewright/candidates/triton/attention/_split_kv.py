@@ -53,8 +53,8 @@ def split_attention(parts, counters, factors, side, config, load_q, load_k, load
 @triton.jit
 def part_of_keys(part, head, tile, factors, side, config, load_q, load_k, load_v, score):
     """Sums of values, the largest scores and sums of weights over one part of the keys, whole tiles of them."""
-    ragged: tl.constexpr = config.keys % config.tile_n > 0
-    short: tl.constexpr = config.queries % config.tile_m > 0
+    ragged: tl.constexpr = config.ragged
+    short: tl.constexpr = config.short
     _, rows, row_mask = queries_of(head, tile, config)
     if not config.copies_queries:
         q = load_q(rows, row_mask, short, side)

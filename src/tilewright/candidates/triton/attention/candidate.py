@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice, product
 
 import torch
@@ -23,7 +23,8 @@ from tilewright.candidates.triton.runtime.launch import caller, pointers
 from tilewright.candidates.triton.runtime.module import Arch, Built, arch_of, build, exact_fp8, launcher, needs
 from tilewright.dtype import F32
 from tilewright.hardware.target import Target
-from tilewright.schedule.candidate import ATTENTION, GPU, Candidate, Kernel, Runner, Schedule, Unsupported
+from tilewright.ir.extent import Extent, extent_at
+from tilewright.schedule.candidate import ATTENTION, GPU, Candidate, Kernel, Ranged, Runner, Schedule, Unsupported
 from tilewright.schedule.problem import AttentionProblem
 from tilewright.schedule.recipe import Pointer
 from tilewright.sizes import round_up
@@ -105,19 +106,23 @@ class Plan:
         return self.heads if tile.split_kv is None else self.heads.by_key_head()
 
     def build(self, schedule: Schedule) -> Kernel:
-        problem, target, tile = self.problem, self.target, schedule.point(TileConfig)
+        return self.kernel(self.problem, schedule, self.machine_code(schedule), {})
+
+    def kernel(self, problem: AttentionProblem, schedule: Schedule, built: Built, values: Mapping[str, int]) -> Kernel:
+        """The kernel of a problem that machine code serves, for values of the dims that it leaves open, by name."""
+        target, tile = self.target, schedule.point(TileConfig)
         heads = self.heads_of(tile)
-        config, built = config_of(heads, tile), self.machine_code(schedule)
+        config = config_of(heads, tile)
+        parts, (size, count) = extent_at(config.parts, values), (extent_at(n, values) for n in config.workspace)
 
         def prepare(weights: Mapping[int, torch.Tensor]) -> Runner:
-            start = launcher(built.kernel, (config.parts,), target.index, built.numbers)
+            start = launcher(built.kernel, (parts,), target.index, built.numbers)
             given = [*pointers("source", sources_of(heads)), *pointers("result", range(len(problem.outputs)))]
             if tile.split_kv is not None:  # what parts of the keys give, and counters of parts done
-                size, count = config.workspace
                 given += [Pointer("scratch", 4 * size), Pointer("counters", count)]
             return caller(start, given, len(problem.types), problem.outputs, weights, target)
 
-        scratch = 0 if tile.split_kv is None else 4 * sum(config.workspace)
+        scratch = 0 if tile.split_kv is None else 4 * (size + count)
         return Kernel(CANDIDATE.name, schedule, prepare, workspace_bytes=scratch, **vars(needs(built.kernel)))
 
 
@@ -132,6 +137,19 @@ def plan(problem: AttentionProblem, target: Target) -> Plan:
     if max(heads.depth, heads.width) > MOST_DEPTH:
         raise Unsupported(f"a head of {max(heads.depth, heads.width)} columns does not fit into registers")
     return Plan(problem, target, arch, heads)
+
+
+def ranged(problem: AttentionProblem, target: Target, schedule: Schedule) -> Ranged:
+    """A kernel that leaves extents open which the problem leaves open. It holds no more than a tile of scores.
+
+    Raises:
+        Unsupported: the reason why there is none.
+    """
+    whole, tile = plan(problem, target), schedule.point(TileConfig)
+    if tile.scores == "held" and isinstance(whole.heads.keys, Extent):
+        schedule = Schedule.of_point(replace(tile, scores="twice"))
+    built = whole.machine_code(schedule)
+    return lambda one, values: whole.kernel(one, schedule, built.at(values), values)
 
 
 def _points(heads: Heads, arch: Arch, shared: int) -> Iterable[TileConfig]:
@@ -223,4 +241,4 @@ def expected_us(heads: Heads, tile: TileConfig, cores: int, at_once: int) -> flo
     return START_US + steps * waits + sums / COMBINED_BYTES_PER_US
 
 
-CANDIDATE = Candidate("triton_attention", ATTENTION, GPU, 5, plan)
+CANDIDATE = Candidate("triton_attention", ATTENTION, GPU, 5, plan, ranged=ranged, code_of=lambda schedule: schedule)

@@ -109,7 +109,7 @@ def heads_of(problem: AttentionProblem, fp8: frozenset[str]) -> Heads:
     """
     op, facts = problem.op, facts_of(problem, check)
     q, k, v, *_ = operands_of(problem.node)
-    if facts.batch * max(facts.heads * facts.queries, k.shape[1] * facts.keys) > NUMBERED:
+    if any(facts.batch * rows > NUMBERED for rows in (facts.heads * facts.queries, k.shape[1] * facts.keys)):
         raise Unsupported("more than 2^31 rows")
     check((k, v), picks=True)
     codes = [_codes(t) for t in (q, k, v)]

@@ -13,6 +13,7 @@ from tilewright.candidates.triton.expressions.printer import FP8, FP8_NAMES, NAT
 from tilewright.candidates.triton.expressions.text import KernelSource, Text
 from tilewright.candidates.triton.runtime.module import Function, instance
 from tilewright.dtype import F16, F32, PRED
+from tilewright.ir.extent import Extent, divides
 from tilewright.ir.graph import toposort
 from tilewright.ir.ops import Param
 from tilewright.ir.ops.attention import DROWNED
@@ -21,6 +22,7 @@ from tilewright.sizes import next_power_of_2
 
 KERNEL = "tilewright.candidates.triton.attention._kernel.attention"
 SPLIT_KERNEL = "tilewright.candidates.triton.attention._split_kv.split_attention"
+OPEN = ("heads", "queries", "own_queries", "keys", "shift", "tiles", "chunks", "parts")  # what may be
 WORKSPACE = ("parts", "counters")  # arguments of the second one
 LOADED = 64  # sums of a thread that are on their way at a time
 LOG2_E = 1.4426950408889634
@@ -69,6 +71,9 @@ class KernelConfig(TileConfig):
     masks_rows: bool  # a row may be fully masked, and gets zeros then if `zero_rows`
     zero_rows: bool
     equal_rows: bool  # its weights are equal then, over all keys
+    kept_rows: int  # of a tile of queries that are worth keeping: it is filled up for the matrix unit
+    short: bool  # some queries of the last tile, and keys, may not exist
+    ragged: bool
     rounds_weights: bool  # an expression is applied to the weights
     copies_queries: bool  # they are multiplied as they lie in memory
 
@@ -93,9 +98,9 @@ class KernelConfig(TileConfig):
         return self.heads * self.tiles * (self.split_kv or 1)
 
     @property
-    def kept_rows(self) -> int:
-        """Rows of a tile of queries that are worth keeping: it is filled up for the matrix unit."""
-        return min(self.tile_m, next_power_of_2(self.queries))
+    def own_queries(self) -> int:
+        """Queries of each of the graph's heads."""
+        return self.queries // self.group
 
     @property
     def at_once(self) -> int:
@@ -129,7 +134,9 @@ def kernel_text(heads: Heads, point: TileConfig, fp8: frozenset[str]) -> KernelS
     factors = f"({', '.join(made.factors)})"
     kernel, workspace = (KERNEL, ()) if point.split_kv is None else (SPLIT_KERNEL, WORKSPACE)
     given = [*workspace, factors]
-    return instance(kernel, made.config(point), given, pointers, functions, made.numbers.numbers, workspace, gluon=False)
+    config, numbers = made.config(point), made.numbers
+    extents = numbers.extents(config, OPEN)
+    return instance(kernel, config, given, pointers, functions, numbers.numbers, workspace, gluon=False, extents=extents)
 
 
 def padded_extent(n: int) -> int:
@@ -202,6 +209,9 @@ class _Generated:
             masks_rows=masks_rows or (point.split_kv or 1) > 1,  # a part of the keys may be hidden, or have none
             zero_rows=h.zero_masked_rows and masks_rows,
             equal_rows=h.equal_masked_rows,
+            kept_rows=point.tile_m if isinstance(h.queries, Extent) else min(point.tile_m, next_power_of_2(h.queries)),
+            short=not divides(point.tile_m, h.queries),
+            ragged=not divides(point.tile_n, h.keys),
             rounds_weights=h.on_weights is not None,
             copies_queries=h.q.dtype is h.mma_dtype and h.q.reads_nothing_as_zero,
         )
@@ -209,7 +219,7 @@ class _Generated:
     def functions(self, point: TileConfig) -> dict[str, Function]:
         """Generated functions by the kernel's names for them."""
         h = self.h
-        rows, keys = h.queries % point.tile_m > 0, h.keys % point.tile_n > 0
+        rows, keys = not divides(point.tile_m, h.queries), not divides(point.tile_n, h.keys)
         self.rows = Tile("rows", "", 0, "row_mask" if rows else None)
         found = {
             "load_q": self._load(h.q, h.depth, ragged=rows),
@@ -264,8 +274,8 @@ class _Generated:
     def _mask(self, t: Text, tile: Tile, mask: Access) -> str:
         """The mask of a tile of keys: pred, or f32. One that is the same for all queries of a head is read once for them."""
         places = [mask.of_leaf(n) for n in mask.views if isinstance(n.op, Param)]
-        if all(term.inner % self.h.queries == 0 for place in places for term in place.rows):
-            tile = replace(tile, rows=t.v(f"head * {self.h.queries} + tl.arange(0, 1)"), row_mask=None)
+        if all(divides(self.h.queries, term.inner) for place in places for term in place.rows):
+            tile = replace(tile, rows=t.v(f"head * {t.extent(self.h.queries)} + tl.arange(0, 1)"), row_mask=None)
         emitter = Emitter(t, tile, fp8=self.fp8)
         value = emitter.value(mask)
         if mask.root.dtype is PRED:

@@ -12,10 +12,11 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from tilewright.candidates.triton.expressions.printer import Printer, in_registers, zero
-from tilewright.candidates.triton.expressions.text import Text
+from tilewright.candidates.triton.expressions.text import SIXTEEN, Text
 from tilewright.dtype import BF16, F16, F64, PRED, DType
 from tilewright.ir.axes import axes_of
 from tilewright.ir.expression import quantised_at_once, rounded_at_once
+from tilewright.ir.extent import Extent
 from tilewright.ir.graph import Node, toposort
 from tilewright.ir.ops import VIEWS, Acc, Const, Gather, Map, Param, Quantize
 from tilewright.lowering.access import Access, AccessMap, StridedDigit
@@ -128,22 +129,23 @@ class Emitter(Printer):
         columns = self.tile.columns
         if self.tile.step is not None:
             columns = self.text.v(f"{self.tile.step} + {columns}")
-        return self.text.v(f"{columns} - {access.first}") if access.first else columns
+        return self.text.v(f"{columns} - {self.text.extent(access.first)}") if access.first else columns
 
     def _spread(self, access: Access, place: AccessMap) -> tuple[str | None, str | None]:
         """Offsets of a place by row and by column as tiles of one column and one row, in elements, None where it has none."""
         most = place.offset + sum((t.extent - 1) * t.stride for t in (*place.rows, *place.columns))
         wide = most >= 1 << 31
+        spelt = self._spelt(place)
         rows_extent = math.prod(a.extent for a in axes_of((access.rows,)))
-        rows = self._digits(self.tile.rows, place.rows, rows_extent, wide=wide)
+        rows = self._digits(self.tile.rows, place.rows, rows_extent, spelt, wide=wide)
         alike, each = self._split_columns(place)
         own = self.own_columns(access) if each else ""
-        columns = self._digits(own, each, access.columns_extent, wide=wide)
-        of_step = " + ".join(self._of_step(x, wide=wide) for x in alike)
+        columns = self._digits(own, each, access.columns_extent, spelt, wide=wide)
+        of_step = " + ".join(self._of_step(x, spelt, wide=wide) for x in alike)
         if of_step:
             rows = self.text.v(of_step if rows is None else f"{rows} + ({of_step})")
         if place.offset:
-            offset = str(place.offset)
+            offset = spelt(place.offset)
             if rows is not None or columns is None:
                 rows = self.text.v(f"{rows} + {offset}") if rows is not None else offset
             else:
@@ -152,10 +154,17 @@ class Emitter(Printer):
             rows = self.expand(rows, 0)
         return rows, None if columns is None else self.expand(columns, 1)
 
-    def _of_step(self, term: StridedDigit, *, wide: bool) -> str:
+    def _spelt(self, place: AccessMap) -> Callable[[int], str]:
+        """Write the strides of a place: multiples of 16 if all that are open are such for the shape at hand."""
+        t = self.text
+        strides = [x for x in (place.offset, *(term.stride for term in (*place.columns, *place.rows))) if isinstance(x, Extent)]
+        return t.stride if all(x % SIXTEEN == 0 for x in strides) else t.extent
+
+    def _of_step(self, term: StridedDigit, spelt: Callable[[int], str], *, wide: bool) -> str:
         """The part of an address that a digit adds which the whole tile of a step shares."""
-        digit = self.text.v(f"{self.tile.step} // {term.inner} % {term.extent}")
-        return f"{self.cast(digit, 'int64') if wide else digit} * {term.stride}"
+        t = self.text
+        digit = t.v(f"{self.tile.step} // {t.extent(term.inner)} % {t.extent(term.extent)}")
+        return f"{self.cast(digit, 'int64') if wide else digit} * {spelt(term.stride)}"
 
     def varies(self, access: Access) -> tuple[bool, bool]:
         """Tell whether an access's value is a tile of more than one row, and of more than one column."""
@@ -172,16 +181,18 @@ class Emitter(Printer):
         """A vector along the rows (0) or columns (1) as a tile of one column or one row."""
         return self.text.v(f"{self.text.v(vector)}{'[:, None]' if (axis == 0) != self.tile.across else '[None, :]'}")
 
-    def _digits(self, number: str, terms: Sequence[StridedDigit], extent: int, *, wide: bool) -> str | None:
+    def _digits(
+        self, number: str, terms: Sequence[StridedDigit], extent: int, spelt: Callable[[int], str], *, wide: bool
+    ) -> str | None:
         """The sum of digits times strides."""
         parts: list[str] = []
         for term in terms:
-            digit = number if term.inner == 1 else f"({number} // {term.inner})"
+            digit = number if term.inner == 1 else f"({number} // {self.text.extent(term.inner)})"
             if term.extent * term.inner < extent:
-                digit = f"({digit} % {term.extent})"
+                digit = f"({digit} % {self.text.extent(term.extent)})"
             if wide:
                 digit = f"{self.cast(self.text.v(digit), 'int64')}"
-            parts.append(digit if term.stride == 1 else f"{digit} * {term.stride}")
+            parts.append(digit if term.stride == 1 else f"{digit} * {spelt(term.stride)}")
         return self.text.v(" + ".join(parts)) if parts else None
 
     def _sum(self, *parts: str | None, sign: str = "+") -> str | None:
@@ -194,7 +205,7 @@ class Emitter(Printer):
         of_columns = self.tile.column_mask if columns else None
         if columns and (access.first or access.columns_extent != self.tile.width):  # the access's own, of a range of columns
             own = self.own_columns(access)
-            of_columns = self.text.v(f"({own} >= 0) & ({own} < {access.columns_extent})")
+            of_columns = self.text.v(f"({own} >= 0) & ({own} < {self.text.extent(access.columns_extent)})")
         return self._sum(of_rows, self.expand(of_columns, 1) if of_columns else None, sign="&")
 
     def _leaf(self, n: Node, access: Access) -> str:
@@ -216,7 +227,7 @@ class Emitter(Printer):
         if term.stride == 1:
             return f"{base} + {step}"
         wide = term.extent * term.stride >= 1 << 31
-        return f"{base} + {self.cast(step, 'int64') if wide else step} * {term.stride}"
+        return f"{base} + {self.cast(step, 'int64') if wide else step} * {self._spelt(place)(term.stride)}"
 
     def _load(self, where: str, mask: str | None, dtype: DType) -> str:
         """The elements at a pointer, zeros where the mask has none."""
@@ -228,7 +239,7 @@ class Emitter(Printer):
         lookup does on a GPU."""
         assert isinstance(n.op, Gather)
         t, (table, picks), axis = self.text, n.src, n.op.axis % len(n.src[0].shape)
-        extent = table.shape[axis]
+        extent = t.extent(table.shape[axis])
         at = self.cast(index, "int64")
         if picks.dtype.kind == "int" and n.op.wraps:
             at = self.where(t.v(f"{at} < 0"), t.v(f"{at} + {extent}"), at)
@@ -237,7 +248,7 @@ class Emitter(Printer):
         mask = self._mask(access, rows=True, columns=bool(place.columns) or by_column)
         fine = inside if mask is None else t.v(f"{inside} | ({mask} == 0)")  # what is not there has no index
         t.do(f"tl.device_assert({fine}, 'an index out of range')")
-        at = t.v(f"{self.where(inside, at, '0')} * {math.prod(table.shape[axis + 1 :])}")
+        at = t.v(f"{self.where(inside, at, '0')} * {t.stride(math.prod(table.shape[axis + 1 :]))}")
         at = self._sum(at, *self._spread(access, place))
         return self._load(f"{self.pointer(table)} + {at}", mask, table.dtype)
 

@@ -4,11 +4,40 @@ from __future__ import annotations
 
 import ctypes
 import math
-from collections.abc import Generator, Hashable, Mapping
+from collections.abc import Generator, Hashable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import NoReturn
+
+from tilewright.ir.extent import Extent, divides
+from tilewright.schedule.candidate import Unsupported
 
 Number = float | int
+SIXTEEN = 16  # multiples of so much are told to Triton, which then reads 16 bytes at once
+OPERATORS = ("add", "sub", "mul", "floordiv", "mod", "truediv", "divmod", "pow", "lshift", "rshift", "and", "or", "xor")
+MOST_EXTENT = 1 << 31  # of one that is an argument
+
+
+class UnknownError(Exception):
+    """Something was to be made of `OPEN`."""
+
+
+class Open:
+    """An extent in a configuration that is an argument of its kernel: nothing can be made of it before that runs."""
+
+    def _unknown(self, *given: object) -> NoReturn:
+        raise UnknownError("an open extent is known when its kernel runs")
+
+    for _name in ("bool", "index", "neg", "abs", "hash", *(f"{way}{op}" for op in OPERATORS for way in ("", "r"))):
+        locals()[f"__{_name}__"] = _unknown
+    __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = _unknown
+    del _name
+
+    def __repr__(self) -> str:
+        return "OPEN"
+
+
+OPEN = Open()
 
 
 @dataclass(frozen=True)
@@ -17,7 +46,7 @@ class KernelSource:
 
     Attributes:
         text: the module.
-        numbers: the last arguments of the kernel, by name, and what a launch passes for them.
+        numbers: the last arguments of the kernel, by name, and what a launch passes for them; an open extent its value.
     """
 
     text: str
@@ -26,7 +55,14 @@ class KernelSource:
     @property
     def signature(self) -> dict[str, str]:
         """Triton's types of these arguments."""
-        return {name: "i32" if isinstance(value, int) else "fp32" for name, value in self.numbers.items()}
+        return {name: signature_of(value) for name, value in self.numbers.items()}
+
+
+def signature_of(number: Number) -> str:
+    """Triton's type of an argument; "i32:16" of an open extent that is a multiple of 16, whatever its dims."""
+    if isinstance(number, Extent):
+        return "i32:16" if divides(SIXTEEN, number) else "i32"
+    return "i32" if isinstance(number, int) else "fp32"
 
 
 class Text:
@@ -77,6 +113,33 @@ class Text:
             name = self._named[key] = f"number{len(self.numbers)}"
             self.numbers[name] = value if isinstance(value, int) else ctypes.c_float(value).value
         return name
+
+    def extent(self, x: int) -> str:
+        """A whole number in arithmetic of places: itself, or where it is an open extent the argument that it is.
+
+        Raises:
+            Unsupported: 32 bits do not hold it for the shape at hand.
+        """
+        if not isinstance(x, Extent):
+            return str(x)
+        if not -MOST_EXTENT < x < MOST_EXTENT:
+            raise Unsupported(f"the extent {x} is not counted in 31 bits")
+        key = "extent", x.terms
+        if key not in self._named:
+            self._named[key] = f"extent{len(self.numbers)}"
+            self.numbers[self._named[key]] = x
+        return self._named[key]
+
+    def stride(self, x: int) -> str:
+        """A whole number by which places lie apart. An open one that is a multiple of 16 here is taken to be one for all shapes
+        that the kernel serves, which a guard says: what begins there is read 16 bytes at a time."""
+        return self.extent(x if divides(SIXTEEN, x) or x % SIXTEEN else x // SIXTEEN * SIXTEEN)
+
+    def extents(self, config: object, names: Sequence[str]) -> dict[str, str]:
+        """Fields and properties of a kernel's configuration that are open extents, of those with these names, and the arguments
+        that they are."""
+        values = {name: getattr(config, name) for name in names}
+        return {name: self.extent(value) for name, value in values.items() if isinstance(value, Extent)}
 
     def do(self, line: str) -> None:
         """Add a statement."""

@@ -56,17 +56,17 @@ def locate(block, config):
     """A block's matrix of the batch, tile row and tile column: `group_m` tile rows go together, so that neighbours share
     operands in the cache."""
     matrix = 0
-    if config.batch > 1:
+    if config.batched:
         matrix = block // (config.down * config.across)
         block = block % (config.down * config.across)
-    if config.down == 1:
+    if config.one_row:
         return matrix, 0, block
-    elif config.across == 1:
+    elif config.one_column:
         return matrix, block, 0
     else:
         first_row = block // (config.group_rows * config.across) * config.group_rows
         height = config.group_rows
-        if config.down % config.group_rows > 0:
+        if config.uneven_groups:
             height = tl.minimum(config.down - first_row, config.group_rows)
         inside = block % (config.group_rows * config.across)
         return matrix, first_row + inside % height, inside // height
@@ -137,7 +137,7 @@ def place_of_sums(block, sums, config):
     """The place of the sums of a tile's first part, and that of each element in those of a part."""
     across: tl.constexpr = config.tile_m if config.swap_ab else config.tile_n
     down: tl.constexpr = config.tile_n if config.swap_ab else config.tile_m
-    if config.tiles * config.split_k * down * across >= 1 << 31:
+    if config.wide_sums:
         block = block.to(tl.int64)
     inside = tl.arange(0, down)[:, None] * across + tl.arange(0, across)[None, :]
     return sums + block * (config.split_k * config.tile_m * config.tile_n), inside
@@ -171,7 +171,7 @@ def epilogue(acc, block, rows, row_mask, tile_column, tile_amaxes, counters, ama
         if config.store_amax[i] >= 0:
             found = amax(i, acc, up, rows, row_mask, columns, column_mask, side)
             tl.store(tile_amaxes + config.store_amax[i] * config.tiles + block, found)
-        elif config.store_first[i] == 0 and config.store_last[i] == config.stored:
+        elif config.store_whole[i]:
             store(i, acc, up, rows, row_mask, columns, column_mask, side)
         elif (first < config.store_last[i]) & (first + config.width > config.store_first[i]):
             store(i, acc, up, rows, row_mask, columns, column_mask, side)

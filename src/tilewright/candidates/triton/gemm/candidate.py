@@ -21,10 +21,11 @@ from tilewright.candidates.triton.runtime.launch import caller, pointers
 from tilewright.hardware.target import Target
 from tilewright.ir.build import broadcast
 from tilewright.ir.evaluate import evaluate_nodes
+from tilewright.ir.extent import extent_at
 from tilewright.ir.graph import Node, toposort
 from tilewright.ir.ops import Dequantize, Param
 from tilewright.lowering.access import Access, amax_of, gate_up, of_operand, of_store
-from tilewright.schedule.candidate import GEMM, GPU, Candidate, Kernel, Runner, Schedule, Unsupported, f32_precision
+from tilewright.schedule.candidate import GEMM, GPU, Candidate, Kernel, Ranged, Runner, Schedule, Unsupported, f32_precision
 from tilewright.schedule.cost import Work
 from tilewright.schedule.packed import packed_once
 from tilewright.schedule.problem import Problem
@@ -86,21 +87,29 @@ class Plan:
         return modules.build(write(spec), signature, self.arch, self.target.index, **options)
 
     def runner(
-        self, spec: KernelSpec, weights: Mapping[int, torch.Tensor], shared: Mapping[int, torch.Tensor] | None = None
+        self,
+        spec: KernelSpec,
+        built: modules.Built,
+        weights: Mapping[int, torch.Tensor],
+        shared: Mapping[int, torch.Tensor] | None = None,
+        one: tuple[Problem, Mapping[str, int]] | None = None,
     ) -> Runner:
         """A runner of a kernel.
 
         Args:
             spec: the kernel.
+            built: its machine code.
             weights: sources that do not change, by number.
             shared: memory of ranks into which the store goes (`Push.names`), by numbers behind those of all sources.
+            one: where the kernel leaves extents open, the problem that it serves, and values of the dims by name.
         """
-        built, problem, target = self.machine_code(spec), self.problem, self.target
-        start = modules.launcher(built.kernel, (spec.config.tiles * spec.point.split_k,), target.index, built.numbers)
+        problem, values = one or (self.problem, {})
+        target, blocks = self.target, extent_at(spec.config.tiles * spec.point.split_k, values)
+        start = modules.launcher(built.kernel, (blocks,), target.index, built.numbers)
         outputs = problem.outputs if shared is None else ()
         given = [*pointers("source", (*spec.sources, *(shared or ()))), *pointers("result", range(len(outputs)))]
         if spec.workspace:  # sums of parts of K, largest magnitudes of tiles, counters of parts done
-            *sizes, count = spec.workspace.values()
+            *sizes, count = (extent_at(size, values) for size in spec.workspace.values())
             given += [*pointers("scratch", (4 * size for size in sizes)), Pointer("counters", count)]
         constant = {**weights, **operands_outside(self.outside, spec.rhs, weights), **(shared or {})}
         return caller(start, given, len(problem.types), outputs, constant, target)
@@ -112,21 +121,30 @@ class Plan:
     def pushed(self, schedule: Schedule, push: Push) -> Running:
         """A function that gives the runner of a point whose store goes there."""
         spec, dtype = replace(self.spec_of(schedule), push=push), self.problem.outputs[0].dtype
-        self.machine_code(spec)
-        return lambda weights, memory: self.runner(spec, weights, push.exchange.sent(memory, dtype))
+        built = self.machine_code(spec)
+        return lambda weights, memory: self.runner(spec, built, weights, push.exchange.sent(memory, dtype))
 
     def build(self, schedule: Schedule) -> Kernel:
         spec = self.spec_of(schedule)
-        built = self.machine_code(spec)
+        return self.kernel(schedule, spec, self.machine_code(spec))
+
+    def kernel(
+        self,
+        schedule: Schedule,
+        spec: KernelSpec,
+        built: modules.Built,
+        one: tuple[Problem, Mapping[str, int]] | None = None,
+    ) -> Kernel:
+        """The kernel of machine code; `one`: see `runner`."""
 
         def prepare(weights: Mapping[int, torch.Tensor]) -> Runner:
-            return self.runner(spec, weights)
+            return self.runner(spec, built, weights, one=one)
 
         return Kernel(
             CANDIDATE.name,
             schedule,
             prepare,
-            workspace_bytes=spec.workspace_bytes,
+            workspace_bytes=extent_at(spec.workspace_bytes, one[1] if one else {}),
             packed_bytes=sum(n.tensor.size_bytes for n in self.outside.values()),
             releasable=frozenset(i for i, weight in enumerate(self.problem.weights) if weight and i not in spec.sources),
             roundoff=spec.dot.roundoff,
@@ -143,7 +161,7 @@ def plan(problem: Problem, target: Target) -> Plan:
     arch = modules.arch_of(target)
     if 0 in (problem.batch, problem.M, problem.N, problem.K):
         raise Unsupported("an extent is 0")
-    if problem.batch * max(problem.M, problem.N) > NUMBERED:
+    if problem.batch * problem.M > NUMBERED or problem.batch * problem.N > NUMBERED:
         raise Unsupported("its rows are not counted in 31 bits")
     tf32 = f32_precision() != "highest"
     dot = choose(problem.lhs.dtype, problem.rhs.dtype, problem.acc.dtype, problem.K, arch, tf32=tf32)
@@ -167,6 +185,18 @@ def plan(problem: Problem, target: Target) -> Plan:
         TileConfig(16, 16, 32, 4, 1), up, tuple(i for i, inner in enumerate(amaxes) if inner),
     )  # fmt: skip
     return Plan(problem, target, arch, spec, outside)
+
+
+def ranged(problem: Problem, target: Target, schedule: Schedule) -> Ranged:
+    """A kernel that leaves extents open which the problem leaves open.
+
+    Raises:
+        Unsupported: the sentence why there is none.
+    """
+    whole = plan(problem, target)
+    spec = whole.spec_of(schedule)
+    built = whole.machine_code(spec)
+    return lambda one, values: whole.kernel(schedule, spec, built.at(values), (one, values))
 
 
 def _operand(
@@ -219,4 +249,4 @@ def _evaluated(root: Node, weights: Mapping[int, torch.Tensor], *, transposed: b
     return result
 
 
-CANDIDATE = Candidate("triton", GEMM, GPU, 6, plan)
+CANDIDATE = Candidate("triton", GEMM, GPU, 6, plan, ranged=ranged, code_of=lambda schedule: schedule)

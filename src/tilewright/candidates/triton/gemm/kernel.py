@@ -13,11 +13,14 @@ from tilewright.candidates.triton.expressions.text import KernelSource, Text
 from tilewright.candidates.triton.gemm.dots import Dot
 from tilewright.candidates.triton.runtime.module import instance
 from tilewright.dtype import F32
+from tilewright.ir.extent import Extent, divides, is_open
 from tilewright.ir.graph import Node, toposort
 from tilewright.ir.ops import VIEWS
 from tilewright.lowering.access import Access
+from tilewright.schedule.candidate import Unsupported
 
 KERNEL = "tilewright.candidates.triton.gemm._kernel.gemm"
+OPEN = ("batch", "M", "N", "K", "stored", "down", "across", "tiles", "part_depth")  # what may be
 OPERAND = ("rows", "row_mask", "k", "k_mask", "k0", "side")
 RESULT = ("i: tl.constexpr", "acc", "up", "rows", "row_mask", "columns", "column_mask", "side")
 
@@ -50,7 +53,14 @@ class KernelConfig(TileConfig):
     promote: int  # products after which short sums are added up in f32; 0 for never
     first_unsigned: bool  # operands of the dot that are unsigned bytes
     second_unsigned: bool
-    store_first: tuple[int, ...]  # columns that each result takes
+    batched: bool  # there are several matrices
+    one_row: bool  # of tiles of a matrix
+    one_column: bool
+    group_rows: int  # tile rows that go together
+    uneven_groups: bool  # the last of such groups may have fewer
+    wide_sums: bool  # sums of parts of K are not counted in 31 bits
+    store_whole: tuple[bool, ...]  # a result takes all columns, or those from a first to a last one
+    store_first: tuple[int, ...]
     store_last: tuple[int, ...]
     store_amax: tuple[int, ...]  # its number among the results that are a largest magnitude, -1 for others
 
@@ -81,11 +91,6 @@ class KernelConfig(TileConfig):
     @property
     def tiles(self) -> int:
         return self.batch * self.down * self.across
-
-    @property
-    def group_rows(self) -> int:
-        """Tile rows that go together."""
-        return min(self.group_m, self.down)
 
     @property
     def part_depth(self) -> int:
@@ -130,10 +135,23 @@ class KernelSpec:
     @property
     def config(self) -> KernelConfig:
         """The kernel's constants."""
-        dot, unsigned = self.dot, (self.dot.lhs_flips, self.dot.rhs_flips)
-        first, second = unsigned[::-1] if self.point.swap_ab else unsigned
+        dot, unsigned, p = self.dot, (self.dot.lhs_flips, self.dot.rhs_flips), self.point
+        first, second = unsigned[::-1] if p.swap_ab else unsigned
+        ends = [(s.first, s.first + s.columns_extent) for s in self.stores]
+        whole = [end == (0, self.N // (1 if self.up is None else 2)) for end in ends]
+        ends = [(0, 0) if all_ else end for all_, end in zip(whole, ends, strict=True)]
+        if is_open(x for end in ends for x in end):
+            raise Unsupported("a result takes a range of columns that are open")
+        down, across = self.tiles_of(p)
+        group = p.group_m if isinstance(down, Extent) else min(p.group_m, down)
         return KernelConfig(
-            **asdict(self.point),
+            **asdict(p),
+            batched=self.batch > 1,
+            one_row=not isinstance(down, Extent) and down == 1,
+            one_column=not isinstance(across, Extent) and across == 1,
+            group_rows=group,
+            uneven_groups=not divides(group, down),
+            wide_sums=p.split_k > 1 and self.batch * down * across * p.split_k * p.tile_m * p.tile_n >= 1 << 31,
             batch=self.batch,
             M=self.M,
             N=self.N,
@@ -144,19 +162,30 @@ class KernelSpec:
             promote=min(dot.promote, self.point.tile_k),
             first_unsigned=first,
             second_unsigned=second,
-            store_first=tuple(s.first for s in self.stores),
-            store_last=tuple(s.first + s.columns_extent for s in self.stores),
+            store_whole=tuple(whole),
+            store_first=tuple(first for first, _ in ends),
+            store_last=tuple(last for _, last in ends),
             store_amax=tuple(self.amaxes.index(i) if i in self.amaxes else -1 for i in range(len(self.stores))),
         )
+
+    def tiles_of(self, point: TileConfig) -> tuple[int, int]:
+        """Tiles of a matrix along M and along N."""
+        accumulators = 1 if self.up is None else 2
+        return -(-self.M // point.tile_m), -(-(self.N // accumulators) // (point.tile_n // accumulators))
 
     @property
     def workspace(self) -> dict[str, int]:
         """Words of scratch memory, by the argument that they are: sums of parts of K, each tile's largest magnitude for each
         store that keeps that, and counters of parts that are done, one a tile, and of tiles that are."""
-        tiles, point, split = self.config.tiles, self.point, self.point.split_k > 1
-        sums = tiles * point.split_k * point.tile_m * point.tile_n * split
-        sizes = {"sums": sums, "tile_amaxes": tiles * len(self.amaxes), "counters": tiles * split + bool(self.amaxes)}
-        return {name: size for name, size in sizes.items() if size}
+        tiles, point, sizes = self.config.tiles, self.point, dict[str, int]()
+        split = point.split_k > 1
+        if split:
+            sizes["sums"] = tiles * point.split_k * point.tile_m * point.tile_n
+        if self.amaxes:
+            sizes["tile_amaxes"] = tiles * len(self.amaxes)
+        if split or self.amaxes:
+            sizes["counters"] = tiles * split + bool(self.amaxes)
+        return sizes
 
     @property
     def workspace_bytes(self) -> int:
@@ -172,8 +201,8 @@ class KernelSpec:
 def write(spec: KernelSpec) -> KernelSource:
     """A module with the function `kernel`, whose grid is `tiles * split_k` blocks."""
     config, numbers = spec.config, Text()
-    row_mask = "row_mask" if spec.M % config.tile_m else None
-    column_mask = "column_mask" if config.stored % config.width else None
+    row_mask = None if divides(config.tile_m, spec.M) else "row_mask"
+    column_mask = None if divides(config.width, config.stored) else "column_mask"
     near = {} if spec.up is None else {spec.up: "up"}
     tile = Tile("rows", "columns", config.stored, row_mask, column_mask, "acc", config.swap_ab, near=near)
     store, amax = Text(beside=numbers), Text(beside=numbers)
@@ -195,13 +224,14 @@ def write(spec: KernelSpec) -> KernelSource:
     amaxes, workspace = "".join(f"o{i}, " for i in spec.amaxes), [*spec.workspace]
     given = [*(name if name in workspace else "0" for name in ("sums", "tile_amaxes", "counters")), f"({amaxes})"]
     pointers = [name for name in spec.arguments if name not in workspace]
-    return instance(KERNEL, config, given, pointers, functions, numbers.numbers, workspace, gluon=False)
+    extents = numbers.extents(config, OPEN)
+    return instance(KERNEL, config, given, pointers, functions, numbers.numbers, workspace, gluon=False, extents=extents)
 
 
 def _load(spec: KernelSpec, access: Access, row_mask: str | None, numbers: Text, *, across: bool) -> Text:
     """Load a tile of an operand: repeated where it does not vary, zero past the end of K, in the type of the dot."""
     t, point, target = Text(beside=numbers), spec.point, spec.dot.operand
-    ragged = spec.K % (point.tile_k * point.split_k) > 0
+    ragged = not divides(point.tile_k * point.split_k, spec.K)
     tile = Tile("rows", "k", spec.K, row_mask, "k_mask" if ragged else None, None, across, "k0", point.tile_k)
     emitter = Emitter(t, tile, fp8=spec.fp8)
     value, varies, dtype = emitter.value(access), emitter.varies(access), access.root.dtype

@@ -17,11 +17,12 @@ from tilewright.candidates.triton.normalization.kernel import Tiles, arguments_o
 from tilewright.candidates.triton.runtime.launch import arrays_of, caller, parted, pointers
 from tilewright.candidates.triton.runtime.module import Arch, Built, arch_of, build, exact_fp8, launcher, needs
 from tilewright.hardware.target import Target
+from tilewright.ir.extent import extent_at, hint_of
 from tilewright.ir.graph import Node
 from tilewright.ir.mesh import Symmetric
 from tilewright.ir.ops import Param
 from tilewright.lowering.reduction_nest import ReductionNest, reduction_nests
-from tilewright.schedule.candidate import FUSION, GPU, Candidate, Kernel, Runner, Schedule, Unsupported
+from tilewright.schedule.candidate import FUSION, GPU, Candidate, Kernel, Ranged, Runner, Schedule, Unsupported
 from tilewright.schedule.problem import FusionProblem
 from tilewright.sizes import next_power_of_2
 
@@ -68,7 +69,7 @@ class Plan:
     @property
     def largest(self) -> ReductionNest:
         """The reduction nest whose tiles a schedule says; the others' follow from its number of warps."""
-        return max(self.nests, key=lambda r: r.rows * r.columns)
+        return max(self.nests, key=lambda r: hint_of(r.rows * r.columns))
 
     def schedules(self) -> list[Schedule]:
         return [Schedule.of_point(p) for p in _points(self.largest, self.arch, self.cores)[:POINTS]]
@@ -99,9 +100,13 @@ class Plan:
         return build(written, signature, self.arch, self.target.index, num_warps=num_warps, **options)
 
     def build(self, schedule: Schedule) -> Kernel:
-        problem, target, several = self.problem, self.target, self.tiles(schedule)
+        several = self.tiles(schedule)
         built = self.machine_code(several, schedule.point(TileConfig).num_warps)
-        start = launcher(built.kernel, (sum(t.grid for t in several),), target.index, built.numbers)
+        return self.kernel(self.problem, schedule, several, built, sum(t.grid for t in several))
+
+    def kernel(self, problem: FusionProblem, schedule: Schedule, several: Sequence[Tiles], built: Built, grid: int) -> Kernel:
+        """The kernel of a problem that machine code of these tiles serves, of so many programs."""
+        target, start = self.target, launcher(built.kernel, (grid,), self.target.index, built.numbers)
         given = [*pointers("source", sources_of(several)), *pointers("result", range(len(problem.outputs)))]
         run = partial(caller, start, given, len(problem.types), arrays_of(problem))
 
@@ -143,9 +148,21 @@ def plan(problem: FusionProblem, target: Target) -> Plan:
     for nest in nests:
         if any(nest.level.values()) and nest.columns > MOST_COLUMNS:
             raise Unsupported(f"a row of {nest.columns:,} columns does not fit into registers")
-        if max(nest.rows, nest.columns) > NUMBERED:
+        if nest.rows > NUMBERED or nest.columns > NUMBERED:
             raise Unsupported("more than 2^31 rows or columns")
     return Plan(problem, target, arch, nests)
+
+
+def ranged(problem: FusionProblem, target: Target, schedule: Schedule) -> Ranged:
+    """A kernel that leaves extents open which the problem leaves open.
+
+    Raises:
+        Unsupported: the reason why there is none.
+    """
+    whole = plan(problem, target)
+    several = whole.tiles(schedule)
+    built, grid = whole.machine_code(several, schedule.point(TileConfig).num_warps), sum(t.grid for t in several)
+    return lambda one, values: whole.kernel(one, schedule, several, built.at(values), extent_at(grid, values))
 
 
 def _early(tiles: Tiles, weights: Sequence[bool], threads: int) -> tuple[Node, ...]:
@@ -165,28 +182,29 @@ def _points(nest: ReductionNest, arch: Arch, cores: int, warps: Sequence[int] = 
     narrow results would be exchanged through shared memory. A warp, or several, take a row, or several."""
     along = [n for n in nest.nodes if n in nest.across and (isinstance(n.op, Param) or n in nest.roots)]
     vector = max(1, VECTOR_BYTES // max(n.dtype.size_bytes(1) for n in along)) if along else 1
-    reduces = any(nest.level.values())
-    columns = next_power_of_2(nest.columns if reduces else min(nest.columns, PIECE))
+    reduces, all_rows, all_columns = any(nest.level.values()), hint_of(nest.rows), hint_of(nest.columns)
+    columns = next_power_of_2(all_columns if reduces else min(all_columns, PIECE))
     distance: dict[TileConfig, float] = {}
     for num_warps, share in product(warps, SHARES):
         tile_n = min(columns, int(vector * arch.warp * share))
         tile_m = vector * arch.warp * num_warps // tile_n
-        if share > num_warps or tile_m > next_power_of_2(nest.rows):
+        if share > num_warps or tile_m > next_power_of_2(all_rows):
             continue
-        tiles = Tiles(nest, tile_m, tile_n)
-        elements = tile_m * tile_n * tiles.chunks / (num_warps * arch.warp)
+        chunks = -(-all_columns // tile_n) if reduces else 1
+        pieces = -(-all_columns // (chunks * tile_n))
+        elements, grid = tile_m * tile_n * chunks / (num_warps * arch.warp), -(-all_rows // tile_m) * pieces
         terms = (
-            4 * math.log2(tiles.pieces * tiles.chunks * tile_n / nest.columns),  # columns that do not exist
+            4 * math.log2(pieces * chunks * tile_n / all_columns),  # columns that do not exist
             abs(math.log2(elements / ELEMENTS)),
-            max(0.0, -math.log2(tiles.grid / (PROGRAMS * cores))),  # SMs without work
+            max(0.0, -math.log2(grid / (PROGRAMS * cores))),  # SMs without work
             abs(math.log2(num_warps / 4)) / 4,
-            1.5 if num_warps == 1 and tiles.grid > ROOM * cores else 0.0,
+            1.5 if num_warps == 1 and grid > ROOM * cores else 0.0,
             abs(math.log2(share)) / 4 if reduces else 0.0,
         )
         distance.setdefault(TileConfig(tile_m, tile_n, num_warps), sum(terms))
     if not distance:  # fewer elements than a warp holds
-        return [TileConfig(next_power_of_2(nest.rows), columns, warps[0])]
+        return [TileConfig(next_power_of_2(all_rows), columns, warps[0])]
     return sorted(distance, key=distance.__getitem__)
 
 
-CANDIDATE = Candidate("triton_norm", FUSION, GPU, 5, plan)
+CANDIDATE = Candidate("triton_norm", FUSION, GPU, 5, plan, ranged=ranged, code_of=lambda schedule: schedule)

@@ -17,6 +17,7 @@ from tilewright.candidates.triton.expressions.printer import in_registers, zero
 from tilewright.candidates.triton.expressions.text import KernelSource, Text
 from tilewright.candidates.triton.runtime.module import IMPORTS
 from tilewright.dtype import F32, PRED
+from tilewright.ir.extent import Extent, divides
 from tilewright.ir.graph import Node
 from tilewright.ir.ops import Gather, Param, Reduce
 from tilewright.lowering.access import Access, AccessMap
@@ -72,8 +73,9 @@ class Tiles:
 
     @cached_property
     def chunks(self) -> int:
-        """Parts of a tile's columns: what is reduced is held whole, so that nothing is read twice."""
-        return -(-self.nest.columns // self.tile_n) if any(self.nest.level.values()) else 1
+        """Parts of a tile's columns: what is reduced is held whole, so that nothing is read twice. Code for open columns serves
+        those of as many parts."""
+        return int(-(-self.nest.columns // self.tile_n)) if any(self.nest.level.values()) else 1
 
     @property
     def pieces(self) -> int:
@@ -103,14 +105,14 @@ def kernel_text(several: Sequence[Tiles], fp8: frozenset[str], arrival: Arrival 
     if dependent:
         text.do("gdc_launch_dependents()")
     total, first, read = sum(tiles.grid for tiles in several), 0, sources_of(several)
-    text.do(f"program = {total - 1} - tl.program_id(0)")  # what the kernel ahead wrote last is in the cache
+    text.do(f"program = {text.extent(total - 1)} - tl.program_id(0)")  # what the kernel ahead wrote last is in the cache
     for i, tiles in enumerate(several):
         if len(several) == 1:
             _Rows(text, tiles, "program", str(i), read, fp8).write()
         else:
-            not_before = f" and program >= {first}" if first else ""
-            with text.block(f"if program < {first + tiles.grid}{not_before}:"):
-                program = text.v(f"program - {first}") if first else "program"
+            not_before = f" and program >= {text.extent(first)}" if i else ""
+            with text.block(f"if program < {text.extent(first + tiles.grid)}{not_before}:"):
+                program = text.v(f"program - {text.extent(first)}") if i else "program"
                 _Rows(text, tiles, program, str(i), read, fp8).write()
         first += tiles.grid
     if arrival is not None:
@@ -149,8 +151,9 @@ class _Rows(Emitter):
 
     def __init__(self, text: Text, tiles: Tiles, program: str, name: str, read: Sequence[int], fp8: frozenset[str]) -> None:
         r, m, n = tiles.nest, tiles.tile_m, tiles.tile_n
-        piece = "" if tiles.pieces == 1 else f"{program} % {tiles.pieces} * {n} + "
-        rows, row_mask = f"rows{name}", f"row_mask{name}" if r.rows % m else None
+        pieces = text.extent(tiles.pieces)
+        piece = "" if pieces == "1" else f"{program} % {pieces} * {n} + "
+        rows, row_mask = f"rows{name}", None if divides(m, r.rows) else f"row_mask{name}"
         paired = bool(r.read_in_pairs or r.written_in_pairs)
         here: dict[int, list[Tile]] = {1: [], 2: []}  # names in scope, of each chunk; and where a column is one of a pair
         for i, times in product(range(tiles.chunks), (1, 2) if paired else (1,)):
@@ -158,13 +161,13 @@ class _Rows(Emitter):
             first = f"{piece}{i * n}"
             text.do(f"columns{end} = {first if times == 1 else f'({first}) * 2'} + tl.arange(0, {times * n})")
             mask = None
-            if r.columns % n and i == tiles.chunks - 1:
+            if not divides(n, r.columns) and i == tiles.chunks - 1:
                 mask = f"column_mask{end}"
-                text.do(f"{mask} = columns{end} < {times * r.columns}")
+                text.do(f"{mask} = columns{end} < {text.extent(times * r.columns)}")
             here[times].append(Tile(rows, f"columns{end}", times * r.columns, row_mask, mask))
-        text.do(f"{rows} = {program}{'' if tiles.pieces == 1 else f' // {tiles.pieces}'} * {m} + tl.arange(0, {m})")
+        text.do(f"{rows} = {program}{'' if pieces == '1' else f' // {pieces}'} * {m} + tl.arange(0, {m})")
         if row_mask is not None:
-            text.do(f"{row_mask} = {rows} < {r.rows}")
+            text.do(f"{row_mask} = {rows} < {text.extent(r.rows)}")
 
         def pointer(leaf: Node) -> str:
             assert isinstance(leaf.op, Param)
@@ -250,8 +253,10 @@ class _Rows(Emitter):
         """The offsets of pairs, a tile of twice the columns, and the mask of those that exist."""
         t, tile = self.text, self._of_pairs[self.tile.columns]
         most = place.offset + sum((x.extent - 1) * x.stride for x in (*place.rows, *place.columns))
-        rows = self._digits(tile.rows, place.rows, self._nest.rows, wide=most >= 1 << 31)
-        base = t.v(f"{rows or f'{tile.rows} * 0'} + {place.offset}") if place.offset or rows is None else rows
+        spelt = self._spelt(place)
+        rows = self._digits(tile.rows, place.rows, self._nest.rows, spelt, wide=most >= 1 << 31)
+        moved = place.offset or rows is None
+        base = t.v(f"{rows or f'{tile.rows} * 0'} + {spelt(place.offset)}") if moved else rows
         masks = [self.expand(m, a) for a, m in ((0, tile.row_mask), (1, tile.column_mask)) if m is not None]
         mask = self._sum(*masks, sign="&")
         return t.v(f"{self.expand(base, 0)} + {self.expand(tile.columns, 1)}"), mask
@@ -301,5 +306,7 @@ class _Rows(Emitter):
     def _mean(self, total: str) -> str:
         """A sum over the number of columns, rounded once (see `Printer.quotient`): the mean of equal numbers is that number."""
         n = self._nest.columns
+        if isinstance(n, Extent):
+            return self.text.call("div_rn", total, self.cast(self.text.extent(n), "float32"))
         near = self.text.v(f"{total} * {1 / n!r}")
         return near if not n & (n - 1) else self.corrected(near, total, repr(float(n)), repr(1 / n))

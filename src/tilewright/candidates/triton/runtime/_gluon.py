@@ -4,6 +4,8 @@ Whoever imports this has Triton. A name that Gluon changed after 3.6 is bound he
 """
 
 import hashlib
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import fields
 from inspect import getmembers
 from math import prod
@@ -17,6 +19,7 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import tma
 from triton.language import core
 
+from tilewright.candidates.triton.expressions.text import OPEN, UnknownError
 from tilewright.candidates.triton.runtime.versions import whole_views
 
 
@@ -82,6 +85,22 @@ def aggregate_of(cls: Any) -> Any:
     return aggregate(cls)
 
 
+def opened(config: Any, names: Sequence[str]) -> Any:
+    """An `aggregate` that has what `constants` made, and of these names numbers of the kernel's: it is made of that, and of
+    them in order."""
+    known = [name for name in vars(_plain(config)) if not name.startswith("_") and name not in names]
+
+    def __init__(self: Any, given: Any, *extents: Any) -> None:  # noqa: N807
+        for name in known:
+            setattr(self, name, getattr(given, name))
+        for name, value in zip(names, extents, strict=True):
+            setattr(self, name, value)
+
+    kinds = dict.fromkeys(known, core.constexpr) | dict.fromkeys(names, core.tensor)
+    made = {"__init__": gluon.constexpr_function(__init__), "__annotations__": kinds, "__module__": __name__}
+    return aggregate(type("Opened", (), made))
+
+
 class _Constants:
     def __init__(self, values: dict[str, Any]) -> None:
         vars(self).update(values)
@@ -93,9 +112,13 @@ class _Constants:
 
 def constants(record: Any) -> Any:
     """A frozen dataclass as a `constexpr` whose fields and properties are such, too, so that a kernel computes with them before
-    it runs."""
+    it runs. Without those that are open, or are made of what is (`opened`)."""
     names = [f.name for f in fields(record)] + [n for n, _ in getmembers(type(record), lambda x: isinstance(x, property))]
-    values = {name: getattr(record, name) for name in names}
+    values: dict[str, Any] = {}
+    for name in names:
+        with suppress(UnknownError):
+            values[name] = getattr(record, name)
+    values = {name: value for name, value in values.items() if value is not OPEN}
     if knobs.runtime.interpret:
         return _Constants(values)
     return gl.constexpr(_Constants({name: gl.constexpr(value) for name, value in values.items()}))

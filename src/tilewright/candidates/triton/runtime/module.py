@@ -1,7 +1,7 @@
 """The path from a kernel's text to what runs: a module, machine code for any architecture (no GPU needed), its needs, a launch.
 
-A kernel has every extent in its text, so a call passes pointers and the problem's own numbers alone. A text is compiled once,
-however many problems share it.
+A kernel has every extent in its text that its problem leaves no choice of, so a call passes pointers, the problem's own numbers
+and what its open extents are (`Built.at`). A text is compiled once, however many problems share it.
 """
 
 from __future__ import annotations
@@ -15,19 +15,20 @@ import struct
 import subprocess
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from functools import cache, lru_cache, partial
 from importlib.abc import InspectLoader
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from threading import Thread
 from types import CodeType, ModuleType
-from typing import Any
+from typing import Any, cast
 
-from tilewright.candidates.triton.expressions.text import KernelSource, Number, Text
+from tilewright.candidates.triton.expressions.text import OPEN, KernelSource, Number, Text
 from tilewright.candidates.triton.runtime.launch import Start
 from tilewright.candidates.triton.runtime.versions import direct, named
 from tilewright.hardware.target import Target
+from tilewright.ir.extent import Extent, extent_at
 from tilewright.schedule.candidate import Unsupported, generated
 from tilewright.schedule.recipe import MachineCode, Parts
 
@@ -116,7 +117,8 @@ def compiled(function: Any, signature: Mapping[str, str], arch: Arch, **options:
 
     Args:
         function: from `module`, decorated with `triton.jit` or `gluon.jit`.
-        signature: Triton's type of each argument ("*fp16", "i32"); all pointers are multiples of 16 bytes.
+        signature: Triton's type of each argument ("*fp16", "i32"); all pointers are multiples of 16 bytes, and so many are what
+            is "i32:16".
         arch: the architecture.
         options: `num_warps`, `num_stages`, `enable_fp_fusion` and the like.
 
@@ -131,9 +133,10 @@ def compiled(function: Any, signature: Mapping[str, str], arch: Arch, **options:
     from triton.experimental.gluon._runtime import GluonASTSource
 
     kind = GluonASTSource if function.is_gluon() else ASTSource
-    pointers = [i for i, t in enumerate(signature.values()) if t.startswith("*")]
-    attrs = {(i,): [["tt.divisibility", 16]] for i in pointers}
-    source = kind(fn=function, signature=dict(signature), constexprs={}, attrs=attrs)
+    sixteens = [i for i, t in enumerate(signature.values()) if t.startswith("*") or t.endswith(":16")]
+    attrs = {(i,): [["tt.divisibility", 16]] for i in sixteens}
+    types = {name: t.removesuffix(":16") for name, t in signature.items()}
+    source = kind(fn=function, signature=types, constexprs={}, attrs=attrs)
     with named():
         keyed(function)
         given = {"enable_fp_fusion": True} | options  # the default until 3.9
@@ -214,6 +217,7 @@ def instance(
     note: str = "",
     *,
     gluon: bool = True,
+    extents: Mapping[str, str] | None = None,
 ) -> KernelSource:
     """A module for one use of a kernel that stands in a source file: its function `kernel` calls that one with a configuration
     and with generated functions, all constants, so that Triton compiles them into one. Triton's cache knows it by the source
@@ -231,6 +235,7 @@ def instance(
         scalars: arguments between pointers and numbers, which `given` may name, too.
         note: anything else that machine code depends on, such as rewrites of its PTX.
         gluon: the kernel is written in Gluon, else in plain Triton.
+        extents: names of the configuration that are open, and the arguments that they are (`Text.extents`).
     """
     path, _, name = kernel.rpartition(".")
     record = type(config)
@@ -242,11 +247,21 @@ def instance(
         "from tilewright.candidates.triton.runtime._gluon import async_load, constants\n",
         f"CONFIG = constants({config!r})",
     ]
+    if extents:
+        own_fields = [f.name for f in fields(cast("Any", config)) if f.name in extents]
+        config = replace(cast("Any", config), **dict.fromkeys(own_fields, OPEN))
+        lines[-2:] = [
+            "from tilewright.candidates.triton.expressions.text import OPEN",
+            "from tilewright.candidates.triton.runtime._gluon import async_load, constants, opened\n",
+            f"CONFIG = constants({config!r})",
+            f"Config = opened(CONFIG, {tuple(extents)!r})",
+        ]
     for own, (arguments, body) in functions.items():
         unpacked = f"    {', '.join(side)}, = side\n" if "side" in arguments and side else ""
         lines.append(f"\n\n@{jit}\ndef {own}({', '.join(arguments)}):\n{unpacked}{body}")
     entry = dict.fromkeys(n for g in given for n in re.findall(r"[A-Za-z_]\w*", g) if n not in side) | dict.fromkeys(side)
-    call = [*given, f"({''.join(f'{x}, ' for x in side)})", "CONFIG", *(f"{own}={own}" for own in functions)]
+    known = f"Config(CONFIG, {', '.join(extents.values())})" if extents else "CONFIG"
+    call = [*given, f"({''.join(f'{x}, ' for x in side)})", known, *(f"{own}={own}" for own in functions)]
     said = f'    """{note}"""\n' if note else ""
     lines.append(f"\n\n@{jit}\ndef kernel({', '.join(entry)}):\n{said}    {name}({', '.join(call)})\n")
     return KernelSource("\n".join(lines), numbers)
@@ -260,11 +275,18 @@ class Built:
         kernel: Triton's compiled kernel.
         numbers: the last arguments.
         names: names of the arguments before them, where those are not known otherwise.
+        text: the module that it was made of.
     """
 
     kernel: Any
     numbers: tuple[Number, ...]
     names: tuple[str, ...] = ()
+    text: str = ""
+
+    def at(self, values: Mapping[str, int]) -> Built:
+        """The same code for values of the dims that it leaves open, by name; for the kernel that is being built of it."""
+        generated(self.text)
+        return replace(self, numbers=tuple(extent_at(n, values) if isinstance(n, Extent) else n for n in self.numbers))
 
 
 def build(source: KernelSource, pointers: Mapping[str, str], arch: Arch, device: int = 0, **options: int | bool) -> Built:
@@ -279,7 +301,7 @@ def build(source: KernelSource, pointers: Mapping[str, str], arch: Arch, device:
     generated(source.text)
     kinds = tuple((dict(pointers) | source.signature).items())
     kernel = _machine_code(source.text, kinds, arch, device, tuple(sorted(options.items())))
-    return Built(kernel, tuple(source.numbers.values()))
+    return Built(kernel, tuple(source.numbers.values()), text=source.text)
 
 
 @lru_cache(maxsize=256)

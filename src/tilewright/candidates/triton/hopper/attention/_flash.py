@@ -84,7 +84,7 @@ def shown_keys(head, chunk, side, config, mask):
     """The keys of a chunk, and which of them a mask shows, as a row."""
     layout: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [1, 1], [1, 0])
     keys = chunk * CHUNK + gl.arange(0, CHUNK, gl.SliceLayout(0, layout))
-    return keys[None, :], mask(head, gl.arange(0, 1, gl.SliceLayout(1, layout)), keys, config.keys % CHUNK > 0, side)
+    return keys[None, :], mask(head, gl.arange(0, 1, gl.SliceLayout(1, layout)), keys, config.ragged, side)
 
 
 @gluon.jit
@@ -179,11 +179,11 @@ def load_item(head, count, step, k_desc, v_desc, k_ring, v_ring, side, config, k
         pipe_write = k_ring.state(step)
         key = (count - 1 - j) * CHUNK
         if config.key_padding_mask:
-            hidden = mask_of_keys(head, key, CHUNK, config.keys % CHUNK > 0, side, config, mask)
+            hidden = mask_of_keys(head, key, CHUNK, config.ragged, side, config, mask)
 
         k_ring.acquire(pipe_write)
         k_ring.expect(pipe_write, CHUNK * config.depth * k_desc.dtype.primitive_bitwidth // 8)
-        k_ring.load(pipe_write, k_desc, k_at(key_head, key), k_ring.buffers[0].index(pipe_write.stage))
+        k_ring.load(pipe_write, k_desc, k_at(key_head, key, side), k_ring.buffers[0].index(pipe_write.stage))
         if config.key_padding_mask:
             k_ring.buffers[1].index(pipe_write.stage).store(hidden)
             if config.hides:
@@ -195,7 +195,7 @@ def load_item(head, count, step, k_desc, v_desc, k_ring, v_ring, side, config, k
 
         v_ring.acquire(pipe_write)
         v_ring.expect(pipe_write, CHUNK * config.width * v_desc.dtype.primitive_bitwidth // 8)
-        v_ring.load(pipe_write, v_desc, v_at(key_head, key), v_ring.buffers[0].index(pipe_write.stage))
+        v_ring.load(pipe_write, v_desc, v_at(key_head, key, side), v_ring.buffers[0].index(pipe_write.stage))
         step += 1
     return step
 
@@ -204,10 +204,10 @@ def load_item(head, count, step, k_desc, v_desc, k_ring, v_ring, side, config, k
 
 
 @gluon.jit
-def load_tile(group, item, q_desc, q, q_full, config, q_at):
+def load_tile(group, item, q_desc, q, q_full, side, config, q_at):
     """Has TMA bring the queries of an item."""
     head, part = locate(item, config)
-    load_rows(group, head, (part * config.groups + group) * ROWS, q_desc, q, q_full, ROWS, config.depth, q_at)
+    load_rows(group, head, (part * config.groups + group) * ROWS, q_desc, q, q_full, ROWS, config.depth, q_at, side)
 
 
 @gluon.jit
@@ -273,9 +273,9 @@ def apply_causal(scores, tile, chunk, config, first: gl.constexpr):
         row = tile * ROWS + config.shift + gl.arange(0, ROWS, gl.SliceLayout(1, layout))
         place = gl.arange(0, CHUNK, gl.SliceLayout(0, layout))
         scores = gl.where(row[:, None] >= (chunk * CHUNK + place)[None, :], scores, config.hidden)
-    if first and config.keys % CHUNK > 0 and chunk == config.keys // CHUNK:
+    if first and config.ragged and chunk == config.whole_chunks:
         place = gl.arange(0, CHUNK, gl.SliceLayout(0, layout))
-        scores = gl.where((place < config.keys % CHUNK)[None, :], scores, HIDDEN)
+        scores = gl.where((place < config.keys_left)[None, :], scores, HIDDEN)
     return scores
 
 
@@ -286,7 +286,7 @@ def consumer(group, rings, counts, pingpong, scales, side, config, q_at, epilogu
     step = 0
     q_phase = 0
     pingpong_phase = 1 if group == 0 else 0
-    load_tile(group, gl.program_id(0), q_desc, q, q_full, config, q_at)
+    load_tile(group, gl.program_id(0), q_desc, q, q_full, side, config, q_at)
     if config.hides:
         item, count = announced(counts, 0)
         done = 1
@@ -378,7 +378,7 @@ def attend(
         following = item + gl.num_programs(0)
         count_ahead = count
     if following < config.items:
-        load_tile(group, following, q_desc, q, q_full, config, q_at)
+        load_tile(group, following, q_desc, q, q_full, side, config, q_at)
     acc = multiply_values(weights, v_ring, step + count - 1, acc, config)
     result = warpgroup_mma_wait(0, deps=(acc,))
     v_ring.release(v_ring.state(step + count - 1))

@@ -100,11 +100,11 @@ def multiply_chunk(q, k, size: gl.constexpr):
 
 
 @gluon.jit
-def load_rows(i, head, row, desc, buffers, full, rows: gl.constexpr, columns: gl.constexpr, at):
+def load_rows(i, head, row, desc, buffers, full, rows: gl.constexpr, columns: gl.constexpr, at, side):
     """Has TMA bring rows of a head, from `row` on, to one of several buffers, whose barrier waits for these bytes alone."""
     mbarrier.expect(full.index(i), rows * columns * desc.dtype.primitive_bitwidth // 8)
     box = reinterpret(buffers.index(i), desc.dtype, desc.block_type.shape, desc.layout)
-    tma_load(desc, at(head, row), full.index(i), box)
+    tma_load(desc, at(head, row, side), full.index(i), box)
 
 
 # -- masks that are the same for all queries of a head: the warp that loads leaves them in shared memory beside the keys

@@ -344,10 +344,11 @@ def persistent_producer(k_desc, v_desc, k_ring, v, v_full, v_empty, bias, m_full
         k_ring.acquire(pipe_write)
         k_ring.expect(pipe_write, config.chunks * size * config.depth * k_desc.dtype.primitive_bitwidth // 8)
         for i in gl.static_range(config.chunks):
-            k_ring.load(pipe_write, k_desc, k_at(key_head, i * CHUNK), k_ring.buffers[0].index(stage * config.chunks + i))
+            chunk = k_ring.buffers[0].index(stage * config.chunks + i)
+            k_ring.load(pipe_write, k_desc, k_at(key_head, i * CHUNK, side), chunk)
         mbarrier.wait(v_empty.index(stage), pipe_write.phase ^ 1)
         for i in gl.static_range(config.chunks):
-            load_rows(stage * config.chunks + i, key_head, i * CHUNK, v_desc, v, v_full, size, config.width, v_at)
+            load_rows(stage * config.chunks + i, key_head, i * CHUNK, v_desc, v, v_full, size, config.width, v_at, side)
         if config.key_padding_mask:
             for i in gl.static_range(config.chunks):
                 row = mask_of_keys(head, i * CHUNK, size, i * CHUNK + size > config.keys, side, config, mask)
@@ -385,7 +386,8 @@ def persistent_tile(
     ahead = gl.where(more, item, item + gl.num_programs(0))
     tile_ahead = gl.where(more, tile + 2, following)
     if ahead < config.heads:
-        load_rows(group, reversed_head(ahead, config), tile_ahead * ROWS, q_desc, q, q_full, ROWS, config.depth, q_at)
+        row = tile_ahead * ROWS
+        load_rows(group, reversed_head(ahead, config), row, q_desc, q, q_full, ROWS, config.depth, q_at, side)
 
     # Mainloop: weights, chunk by chunk.
     base = base_of(row_max, scales, config.masked)
@@ -404,7 +406,8 @@ def persistent_consumer(group, rings, bias, m_full, ones, scales, side, config, 
     q_desc, q, q_full, k_ring, _, v_full, v_empty = rings
     n = 0
     q_phase = 0
-    load_rows(group, reversed_head(gl.program_id(0), config), group * ROWS, q_desc, q, q_full, ROWS, config.depth, q_at)
+    first = reversed_head(gl.program_id(0), config)
+    load_rows(group, first, group * ROWS, q_desc, q, q_full, ROWS, config.depth, q_at, side)
     for item in range(gl.program_id(0), config.heads, gl.num_programs(0)):
         pipe_read = k_ring.state(n)
         stage = pipe_read.stage

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 
@@ -22,18 +22,20 @@ from tilewright.candidates.triton.hopper.attention.kernel import (
     TileConfig,
     arguments,
     check_alignment,
+    config_of,
     kernel_text,
     padded,
     same_for_queries,
     tma_operands,
 )
 from tilewright.candidates.triton.hopper.fast_math import NATIVE_FP8
-from tilewright.candidates.triton.hopper.gemm.tma import TMA_TYPES, descriptor, with_descriptors
+from tilewright.candidates.triton.hopper.gemm.tma import TMA_TYPES, TmaView, descriptor, with_descriptors
 from tilewright.candidates.triton.runtime.launch import caller, pointers
 from tilewright.candidates.triton.runtime.module import Built, build, launcher, needs
 from tilewright.dtype import F32, PRED
 from tilewright.hardware.target import Target
-from tilewright.schedule.candidate import ATTENTION, GPU, Candidate, Kernel, Runner, Schedule, Unsupported
+from tilewright.ir.extent import extent_at
+from tilewright.schedule.candidate import ATTENTION, GPU, Candidate, Kernel, Ranged, Runner, Schedule, Unsupported
 from tilewright.schedule.problem import AttentionProblem
 from tilewright.schedule.recipe import Pointer
 
@@ -70,14 +72,21 @@ class Plan:
         return build(kernel_text(heads, tile), boxes | signature, SM_90, self.target.index, **options)
 
     def build(self, schedule: Schedule) -> Kernel:
-        heads, problem, target, tile = self.heads, self.problem, self.target, schedule.point(TileConfig)
-        built = self.machine_code(tile)
+        tile = schedule.point(TileConfig)
+        operands = (tma_operands(self.heads) or []) if tile.by_tma else []
+        grid = blocks(self.heads, tile, self.target.cores)
+        return self.kernel(self.problem, schedule, self.machine_code(tile), grid, operands)
+
+    def kernel(
+        self, problem: AttentionProblem, schedule: Schedule, built: Built, grid: int, operands: Sequence[tuple[int, TmaView]]
+    ) -> Kernel:
+        """The kernel of a problem that machine code of these heads serves, of so many blocks; TMA brings `operands`."""
+        heads, target, tile = self.heads, self.target, schedule.point(TileConfig)
 
         def prepare(weights: Mapping[int, torch.Tensor]) -> Runner:
-            start = launcher(built.kernel, (blocks(heads, tile, target.cores),), target.index, built.numbers)
+            start = launcher(built.kernel, (grid,), target.index, built.numbers)
             read = sources_of(heads)
             if tile.by_tma:
-                operands = tma_operands(heads) or ()
                 read = [source for source, _ in operands] + [int(n[1:]) for n in arguments(heads, tile) if n[0] == "p"]
                 start = with_descriptors(start, [view for _, view in operands], built.kernel.metadata.tensordesc_meta)
             given = [*pointers("source", read), *pointers("result", range(len(problem.outputs)))]
@@ -102,6 +111,37 @@ def plan(problem: AttentionProblem, target: Target) -> Plan:
     return Plan(problem, target, found, tuple(fitting[:MOST_TRIED]))
 
 
+def ranged(problem: AttentionProblem, target: Target, schedule: Schedule) -> Ranged:
+    """A kernel that leaves extents open which the problem leaves open: `flash`, whatever the schedule is, since the others have
+    registers for so many keys.
+
+    Raises:
+        Unsupported: the reason why there is none.
+    """
+    require(target)
+    heads = supported_heads(problem)
+    operands = tma_operands(heads) if streams(heads) else None
+    if operands is None:
+        raise Unsupported("its keys do not pass through shared memory, and others are held in registers")
+    shared = target.caches_bytes.get("shared", target.chip.shared_bytes)
+    tile = schedule.point(TileConfig) if schedule["kernel"] == "flash" else next(iter(streamed(heads, shared)), None)
+    if tile is None:
+        raise Unsupported("keys and values of a head do not fit into shared memory")
+    whole = Plan(problem, target, heads, (tile,))
+    built, items, point = whole.machine_code(tile), config_of(heads, tile).items, Schedule.of_point(tile)
+
+    def at(one: AttentionProblem, values: Mapping[str, int]) -> Kernel:
+        arrays = [(source, view.at(values)) for source, view in operands]
+        return whole.kernel(one, point, built.at(values), min(target.cores, extent_at(items, values)), arrays)
+
+    return at
+
+
+def code_of(schedule: Schedule) -> Schedule:
+    """The point of `flash`; one for all others."""
+    return schedule if schedule["kernel"] == "flash" else Schedule()
+
+
 def supported_heads(problem: AttentionProblem) -> Heads:
     """The attention to generate.
 
@@ -122,7 +162,7 @@ def supported_heads(problem: AttentionProblem) -> Heads:
     check_alignment(found)
     if found.equal_masked_rows and found.causal != "no" and not streams(found):
         raise Unsupported("rows that see nothing have equal weights, for keys that causality hides, too")
-    if not (holds(found) or streams(found)) or max(padded_extent(found.depth), padded_extent(found.width)) > 128:
+    if not (streams(found) or holds(found)) or max(padded_extent(found.depth), padded_extent(found.width)) > 128:
         raise Unsupported(f"all scores of {found.keys} keys do not fit into registers beside {found.width} columns")
     return found
 
@@ -191,15 +231,22 @@ def points(heads: Heads, multiprocessors: int, shared: int) -> list[TileConfig]:
         if tiles > 1 and heads.v.codes is None and tma_operands(heads) is not None:  # a tile of every head for each group
             found.append(TileConfig("persistent", ones=True))
         found = [p for p in found if shared_bytes(heads, p) <= shared]
-    groups = 1 if tiles == 1 else 3 if heads.width <= 64 and heads.causal == "no" else 2
+    if heads.keys > ROWS and streams(heads):
+        found += streamed(heads, shared)
+    return sorted(found, key=lambda p: expected(heads, p, multiprocessors, shared))
+
+
+def streamed(heads: Heads, shared: int) -> list[TileConfig]:
+    """The sizes of `flash` that fit."""
+    groups = 1 if heads.queries <= ROWS else 3 if heads.width <= 64 and heads.causal == "no" else 2
     depth_bytes, width_bytes = _row_bytes(heads)
     left = shared - groups * (ROWS * depth_bytes + EXCHANGE_BYTES) - 1024  # barriers and the like
     stages = min(left // (CHUNK * (depth_bytes + width_bytes + 4)), 4)
-    if heads.keys > ROWS and stages > 1 and streams(heads):
-        kinds = ((True, False), (True, True), (False, True), (False, False))  # pingpong, overlapped; sorting keeps this order
-        flash = [TileConfig("flash", None, None, stages, groups, *kind) for kind in kinds[2 if groups == 1 else 0 :]]
-        found += [flash[0], *([replace(flash[0], on_demand=True)] if hides(heads) else []), *flash[1:]]
-    return sorted(found, key=lambda p: expected(heads, p, multiprocessors, shared))
+    if stages < 2:
+        return []
+    kinds = ((True, False), (True, True), (False, True), (False, False))  # pingpong, overlapped; sorting keeps this order
+    flash = [TileConfig("flash", None, None, stages, groups, *kind) for kind in kinds[2 if groups == 1 else 0 :]]
+    return [flash[0], *([replace(flash[0], on_demand=True)] if hides(heads) else []), *flash[1:]]
 
 
 def holds(heads: Heads) -> bool:
@@ -219,4 +266,4 @@ def streams(heads: Heads) -> bool:
     return key_padding and heads.v.codes is None and tma_operands(heads) is not None
 
 
-CANDIDATE = Candidate("hopper_attention", ATTENTION, GPU, 4, plan)
+CANDIDATE = Candidate("hopper_attention", ATTENTION, GPU, 4, plan, ranged=ranged, code_of=code_of)

@@ -20,6 +20,7 @@ from tilewright.candidates.triton.hopper.fast_math import MAGIC, NATIVE_FP8, twi
 from tilewright.candidates.triton.hopper.gemm.tma import TmaView, tma_view
 from tilewright.candidates.triton.runtime.module import Function, instance
 from tilewright.dtype import F32, PRED, S8, U8, DType
+from tilewright.ir.extent import Extent, divides
 from tilewright.ir.graph import Node, toposort
 from tilewright.ir.ops import VIEWS, Acc, Param, Quantize
 from tilewright.ir.ops.attention import DROWNED
@@ -31,6 +32,7 @@ PACKAGE = "tilewright.candidates.triton.hopper.attention"
 ROWS = 64  # queries of a warpgroup, a tile
 CHUNK = 128  # keys of a product
 GROUPS = 2  # warpgroups of a block of `persistent`
+OPEN = ("heads", "queries", "keys", "shift", "chunks", "parts", "items", "whole_chunks", "keys_left")  # what may be, of `flash`
 COUNTERS = ("taken",)  # arguments of a kernel whose blocks take items as they come to them: a number that is zero between calls
 STAGES = 2  # heads whose keys and values it has in shared memory
 
@@ -74,6 +76,7 @@ class KernelConfig(TileConfig):
     shared: int  # how many of them have the same keys and values
     queries: int  # of a head
     keys: int
+    ragged: bool  # some of the last chunk of them may not exist
     depth: int  # columns of queries and keys, and of values, filled up to powers of two
     width: int
     causal: bool  # a query sees no key more than `shift` after its own place
@@ -111,6 +114,16 @@ class KernelConfig(TileConfig):
     def items(self) -> int:
         """Such parts of all heads."""
         return self.heads * self.parts
+
+    @property
+    def whole_chunks(self) -> int:
+        """Chunks all of whose keys exist."""
+        return self.keys // CHUNK
+
+    @property
+    def keys_left(self) -> int:
+        """Keys after those."""
+        return self.keys % CHUNK
 
     @property
     def hides(self) -> bool:
@@ -167,6 +180,7 @@ def config_of(heads: Heads, tile: TileConfig) -> KernelConfig:
         shared=h.shared,
         queries=h.queries,
         keys=h.keys,
+        ragged=not divides(CHUNK, h.keys),
         depth=padded_extent(h.depth),
         width=padded_extent(h.width),
         causal=h.causal != "no",
@@ -191,8 +205,10 @@ def kernel_text(heads: Heads, tile: TileConfig) -> KernelSource:
     if tile.kernel == "flash":
         given.insert(3, *(counters or ("0",)))
     kernel = f"{PACKAGE}.{'_flash' if tile.kernel == 'flash' else '_whole_rows'}.{tile.kernel}"
-    functions = made.functions()
-    return instance(kernel, made.config, given, arguments(heads, tile), functions, made.numbers.numbers, counters)
+    functions, numbers = made.functions(), made.numbers
+    extents = numbers.extents(made.config, OPEN) if tile.kernel == "flash" else {}
+    pointers = arguments(heads, tile)
+    return instance(kernel, made.config, given, pointers, functions, numbers.numbers, counters, extents=extents)
 
 
 class _Generated:
@@ -200,7 +216,7 @@ class _Generated:
 
     def __init__(self, heads: Heads, config: KernelConfig) -> None:
         self.h, self.config, self.numbers = heads, config, Text("gl")
-        self._ragged = heads.queries % ((config.groups or 1) * ROWS) != 0
+        self._ragged = not divides((config.groups or 1) * ROWS, heads.queries)
 
     def functions(self) -> dict[str, Function]:
         """Generated functions by the kernel's names for them."""
@@ -215,8 +231,8 @@ class _Generated:
         made: dict[str, Function] = {}
         for name, (_, view) in zip("qkv", operands, strict=True):
             t = self._body()
-            t.do(f"return {', '.join(view.coordinates('head', 'row', '0'))}")
-            made[f"{name}_at"] = ("head", "row"), t
+            t.do(f"return {', '.join(view.coordinates('head', 'row', '0', t.extent))}")
+            made[f"{name}_at"] = ("head", "row", "side"), t
         return made
 
     def _copies(self) -> dict[str, Function]:
@@ -276,9 +292,10 @@ class _Generated:
         """A mask of a head: f32 that is added, or what is seen; of one row of it where it is the same for all queries.
         `ragged`: some of these keys do not exist."""
         h, t = self.h, self._body()
-        t.do(f"rows = head * {h.queries} + queries")
-        for inside in t.masked_if_ragged(f"keys < {h.keys}"):
-            row_mask = t.v(f"queries < {h.queries}") if not self.config.key_padding_mask and self._ragged else None
+        t.do(f"rows = head * {t.extent(h.queries)} + queries")
+        for inside in t.masked_if_ragged(f"keys < {t.extent(h.keys)}"):
+            by_query = not self.config.key_padding_mask and self._ragged
+            row_mask = t.v(f"queries < {t.extent(h.queries)}") if by_query else None
             emitter = self._emitter(t, Tile("rows", "keys", h.keys, row_mask, inside and t.v(inside)))
             value = emitter.value(mask)
             t.do(f"return {emitter.convert(value, mask.root.dtype, F32) if self.config.additive_bias else value}")
@@ -294,8 +311,8 @@ class _Generated:
         for name, layout in (("x", "O"), ("o", "C")):
             t.do(f"{name}_column = gl.arange(0, {padded_extent(h.width)}, gl.SliceLayout(0, {layout}))")
             t.do(f"{name}_m = tile * {ROWS} + gl.arange(0, {ROWS}, gl.SliceLayout(1, {layout}))")
-            t.do(f"{name}_rows = head * {h.queries} + {name}_m")
-            row_mask = t.v(f"{name}_m < {h.queries}") if self._ragged else None
+            t.do(f"{name}_rows = head * {t.extent(h.queries)} + {name}_m")
+            row_mask = t.v(f"{name}_m < {t.extent(h.queries)}") if self._ragged else None
             column_mask = t.v(f"{name}_column < {h.width}") if padded_extent(h.width) != h.width else None
             tile = Tile(f"{name}_rows", f"{name}_column", h.width, row_mask, column_mask)
             emitters.append(self._emitter(t, replace(tile, acc="result")))
@@ -387,7 +404,8 @@ def tma_operands(heads: Heads) -> list[tuple[int, TmaView]] | None:
     """Queries, keys and values as TMA brings them: the source, and the array whose boxes are tiles of queries or chunks of
     keys. None where it cannot bring one."""
     found: list[tuple[int, TmaView]] = []
-    all_heads, keys = heads.batch * heads.heads, min(CHUNK, padded(heads.keys))
+    all_heads = heads.batch * heads.heads
+    keys = CHUNK if isinstance(heads.keys, Extent) else min(CHUNK, padded(heads.keys))  # open ones pass through `flash`
     for operand, extent, rows, batch, width in (
         (heads.q, heads.queries, ROWS, all_heads, heads.depth),
         (heads.k, heads.keys, keys, all_heads // heads.shared, heads.depth),
@@ -411,4 +429,4 @@ def source_of(at: Access) -> tuple[int, AccessMap] | None:
 def same_for_queries(heads: Heads, mask: Access) -> bool:
     """Tell whether a mask hides the same keys from all queries of a head."""
     places = [mask.of_leaf(n) for n in toposort((mask.root,)) if isinstance(n.op, Param)]
-    return all(term.inner % heads.queries == 0 for place in places for term in place.rows)
+    return all(divides(heads.queries, term.inner) for place in places for term in place.rows)

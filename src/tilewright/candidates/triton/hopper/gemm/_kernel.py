@@ -352,7 +352,7 @@ class Epilogue:
     - `begin(i, side, tile, layout)` reads what all subtiles need, `load(i, side, tile, begun, first, layout)` the rest.
     - `visit(i, acc, near, side, tile, begun, loaded, first, layout)` gives the subtile's value; `near` has the sums of the
       right half of the columns and what TMA loaded, where there are such.
-    - `place(i, b, row, column)`, `aux_place(b, row, column)` are a subtile's coordinates in TMA's arrays.
+    - `place(i, side, b, row, column)`, `aux_place(side, b, row, column)` are a subtile's coordinates in TMA's arrays.
     - `put(i, value, side, tile, first, layout)` stores a subtile where TMA cannot.
     - `lines(i, side)` gives the memory of a store that is written by lines, and its rows and columns.
     - `choose(side, col)` tells which of stores that share an epilogue a column is in; see `Tile`.
@@ -573,7 +573,7 @@ class Epilogue:
             tma.store_wait(pending(i, j, config))
         self.buffer(i, j, desc.dtype, group).store(gl.convert_layout(value, subtile_layout(i, config)))
         fence_async_shared()
-        at = self.place(i, tile.b, tile.row, tile.first + (j * config.subtile_n[i] - config.store_first[i]))
+        at = self.place(i, self.side, tile.b, tile.row, tile.first + (j * config.subtile_n[i] - config.store_first[i]))
         if config.shared_epilogue:
             for k in gl.static_range(len(self.descs)):
                 if tile.which == k:
@@ -666,5 +666,5 @@ class Epilogue:
         tma.store_wait(self.config.store_buffers - 1 if first > 0 else 0)
         mbarrier.expect(full, (last - first) * desc.block_type.nbytes)
         for j in gl.static_range(first, last):
-            at = self.aux_place(tile.b, tile.row, tile.col + j * self.config.subtile_n[self.config.aux_store])
+            at = self.aux_place(self.side, tile.b, tile.row, tile.col + j * self.config.subtile_n[self.config.aux_store])
             tma_load(desc, at, full, self.box(self.config.aux_store, j, desc, group))

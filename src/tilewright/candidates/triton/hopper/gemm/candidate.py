@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from tilewright.candidates.triton.hopper.arch import require
-from tilewright.candidates.triton.hopper.gemm.kernels import Plan
+from tilewright.candidates.triton.hopper.gemm.kernels import Plan, code_of
 from tilewright.candidates.triton.hopper.gemm.plan import plan_of
 from tilewright.candidates.triton.hopper.gemm.space import has_tiles
 from tilewright.hardware.target import Target
-from tilewright.schedule.candidate import GEMM, GPU, Candidate, Unsupported
+from tilewright.schedule.candidate import GEMM, GPU, Candidate, Ranged, Schedule, Unsupported
 from tilewright.schedule.problem import Problem
 
 
@@ -24,4 +24,14 @@ def plan(problem: Problem, target: Target) -> Plan:
     return found
 
 
-CANDIDATE = Candidate("hopper", GEMM, GPU, 4, plan, packing_knobs=("vector_store",))
+def ranged(problem: Problem, target: Target, schedule: Schedule) -> Ranged:
+    """A kernel that leaves extents open which the problem leaves open.
+
+    Raises:
+        Unsupported: the reason why there is none.
+    """
+    require(target)
+    return Plan(plan_of(problem, target)).ranged(schedule)
+
+
+CANDIDATE = Candidate("hopper", GEMM, GPU, 4, plan, packing_knobs=("vector_store",), ranged=ranged, code_of=code_of)

@@ -16,6 +16,7 @@ from tilewright.candidates.triton.hopper.gemm.tma import TmaView
 from tilewright.candidates.triton.hopper.ptx import REWRITE_DIGEST
 from tilewright.candidates.triton.runtime import module
 from tilewright.dtype import PRED
+from tilewright.ir.extent import divides
 from tilewright.ir.graph import Node
 from tilewright.ir.ops import Param
 
@@ -34,11 +35,11 @@ def write(spec: KernelSpec) -> KernelSource:
         "begin": ("i side tile layout", begin),
         "load": ("i side tile begun first layout", load),
         "visit": ("i acc near side tile begun loaded first layout", visit),
-        "place": ("i b row column", [_coordinates(s.view) for s in stores]),
-        "aux_place": ("b row column", [_coordinates(brings)]),
-        "choose": ("side col", [_choice(spec)]),
-        "put": ("i value side tile first layout", [_put(spec, i, s) for i, s in enumerate(stores)]),
-        "lines": ("i side", [[f"return {_lines(spec, i, s)}"] for i, s in enumerate(stores)]),
+        "place": ("i side b row column", [_coordinates(s.view, numbers) for s in stores]),
+        "aux_place": ("side b row column", [_coordinates(brings, numbers)]),
+        "choose": ("side col", [_choice(spec, numbers)]),
+        "put": ("i value side tile first layout", [_put(spec, i, s, numbers) for i, s in enumerate(stores)]),
+        "lines": ("i side", [[f"return {_lines(spec, i, s, numbers)}"] for i, s in enumerate(stores)]),
     }
     descriptors = [a.name for a in spec.arguments if a.view is not None]
     operands = descriptors[: len(spec.operands)]
@@ -103,38 +104,39 @@ def _tile(spec: KernelSpec, store: Store, t: Text) -> Tile:
         columns,
         store.access.columns_extent if config.shared_epilogue else plan.N,
         row_mask=t.v(f"{own} < M") if config.some_rows else None,
-        column_mask=t.v(f"{columns} < N") if plan.N % config.result_n else None,
+        column_mask=None if divides(config.result_n, plan.N) else t.v(f"{columns} < N"),
     )
 
 
-def _put(spec: KernelSpec, i: int, store: Store) -> list[str]:
+def _put(spec: KernelSpec, i: int, store: Store, numbers: Text) -> list[str]:
     """The body of `put` for store i."""
     if store.view is not None:
         return ["return"]
-    t = Text("gl")
+    t = Text("gl", beside=numbers)
     Emitter(t, _tile(spec, store, t)).store(store.access, f"r{i}", "value")
     return [line.strip() for line in t.lines]
 
 
-def _lines(spec: KernelSpec, i: int, store: Store) -> str:
+def _lines(spec: KernelSpec, i: int, store: Store, numbers: Text) -> str:
     """The expression that the kernel's `lines` returns for store i: where its rows lie, `()` where none are staged."""
-    return f"r{i} + {store.access.of_result().offset}, M, N" if spec.config.store_pitch[i] else "()"
+    return f"r{i} + {numbers.stride(store.access.of_result().offset)}, M, N" if spec.config.store_pitch[i] else "()"
 
 
-def _choice(spec: KernelSpec) -> list[str]:
+def _choice(spec: KernelSpec, numbers: Text) -> list[str]:
     """The body of `choose`: of stores that share an epilogue the one, by the first column, its column there, and its leaves."""
     if not spec.config.shared_epilogue:
         return ["return ()"]
     first, held = spec.stores[0], spec.plan.in_registers
     extent, own = first.access.columns_extent, leaves(first, held)
     names = [f"s{k}" for k in range(len(own))]
-    lines = [f"which = col // {extent}", f"own = col - which * {extent}"]
+    wide = numbers.extent(extent)
+    lines = [f"which = col // {wide}", f"own = col - which * {wide}"]
     lines += [f"{name} = {pointer_of(leaf)}" for name, leaf in zip(names, own, strict=True)]
     for i, other in enumerate(spec.stores[1:]):
         lines += [f"if which == {i + 1}:"] * bool(own)
         for name, leaf, its in zip(names, leaves(other, held), own, strict=True):
             further = other.access.of_leaf(leaf).offset - first.access.of_leaf(its).offset
-            lines.append(f"    {name} = {pointer_of(leaf)}{f' + {further}' if further else ''}")
+            lines.append(f"    {name} = {pointer_of(leaf)}{f' + {numbers.stride(further)}' if further else ''}")
     return [*lines, f"return which, own, {_tuple(names)}"]
 
 
@@ -146,8 +148,8 @@ def _unpacked(names: Sequence[str], whole: str) -> list[str]:
     return [f"{', '.join(names)}, = {whole}"] if names else []
 
 
-def _coordinates(view: TmaView | None) -> list[str]:
-    return [f"return {_tuple(view.coordinates('b', 'row', 'column') if view else ())}"]
+def _coordinates(view: TmaView | None, numbers: Text) -> list[str]:
+    return [f"return {_tuple(view.coordinates('b', 'row', 'column', numbers.extent) if view else ())}"]
 
 
 def _annotated(arguments: str) -> list[str]:

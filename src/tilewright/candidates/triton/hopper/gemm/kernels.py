@@ -12,17 +12,24 @@ import torch
 from tilewright.candidates.triton.gemm.dots import SHORT_SUM_BITS, SHORT_SUM_ROUNDOFF
 from tilewright.candidates.triton.hopper.gemm.plan import HopperGemm
 from tilewright.candidates.triton.hopper.gemm.run import compiled, runner
-from tilewright.candidates.triton.hopper.gemm.space import tile_configs, work
+from tilewright.candidates.triton.hopper.gemm.space import spread_over, tile_configs, work
 from tilewright.candidates.triton.hopper.gemm.spec import KernelSpec, spec_of
 from tilewright.candidates.triton.hopper.gemm.tile import TileConfig
 from tilewright.candidates.triton.runtime.module import Built, needs
 from tilewright.dtype import F8E4M3FN, F8E5M2
 from tilewright.ir.graph import toposort
 from tilewright.ir.ops import Param
-from tilewright.schedule.candidate import Kernel, Runner, Schedule
+from tilewright.schedule.candidate import Kernel, Ranged, Runner, Schedule
 from tilewright.schedule.cost import Work
+from tilewright.schedule.problem import Problem
 
+SPREAD = {"blocks": 0, "stream_k": 1}  # knobs that machine code does not depend on, but for whether there are any
 MOST_TRIED = 12  # tile configurations; the ranking is better than what is left of them
+
+
+def code_of(schedule: Schedule) -> Schedule:
+    """A point without what tells how many blocks there are, and what they share."""
+    return Schedule(tuple((name, min(int(value), SPREAD[name]) if name in SPREAD else value) for name, value in schedule.knobs))
 
 
 @dataclass(frozen=True)
@@ -70,15 +77,32 @@ class Plan:
         return [Schedule.of_point(tile, **bits) for tile in self.tiles]
 
     def work(self, schedule: Schedule) -> Work:
-        return self.work_of(schedule.point(TileConfig))
+        tile = schedule.point(TileConfig)
+        return self.work_of(tile if tile.blocks else spread_over(self.gemm, tile))
 
     def compile(self, schedule: Schedule) -> None:
         compiled(self.spec(schedule.point(TileConfig)))
 
     def build(self, schedule: Schedule) -> Kernel:
+        spec = self.spec(schedule.point(TileConfig))
+        return self.kernel(schedule, spec, compiled(spec))
+
+    def ranged(self, schedule: Schedule) -> Ranged:
+        """A kernel that leaves extents open which the gemm leaves open."""
         tile = schedule.point(TileConfig)
         spec = self.spec(tile)
         built = compiled(spec)
+
+        def at(problem: Problem, values: Mapping[str, int]) -> Kernel:
+            spread = spread_over(self.gemm.at(problem, values), tile)
+            point = Schedule(tuple((name, getattr(spread, name, value)) for name, value in schedule.knobs))
+            return self.kernel(point, spec.at(problem, spread, values), built.at(values))
+
+        return at
+
+    def kernel(self, schedule: Schedule, spec: KernelSpec, built: Built) -> Kernel:
+        """The kernel of machine code."""
+        tile = spec.tile
         packed_bytes, packed = self.packing(spec)
         return Kernel(
             self.name,

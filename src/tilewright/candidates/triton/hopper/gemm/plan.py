@@ -17,7 +17,9 @@ from tilewright.dtype import F8E4M3FN, F8E5M2, F32, S32, DType
 from tilewright.hardware.target import Target
 from tilewright.ir.build import broadcast, swap_last
 from tilewright.ir.evaluate import evaluate_nodes
+from tilewright.ir.extent import extent_at
 from tilewright.ir.graph import Node, toposort
+from tilewright.ir.instance import nodes_at
 from tilewright.ir.ops import Dequantize, Param, Transpose
 from tilewright.lowering.access import Access, gate_up, of_operand, of_store
 from tilewright.schedule.candidate import Unsupported
@@ -111,6 +113,11 @@ class Matrix:
         """The copy as data, of this number as a source."""
         return Operand(number, parts.text((self.root,)), self.extents, self.strides, self.columns_last, self.permuted)
 
+    def at(self, values: Mapping[str, int]) -> Matrix:
+        """The operand for values of the dims that its extents leave open, by name."""
+        root, extents, strides, offset = nodes_at((), values).at((self.root, self.extents, self.strides, self.offset))
+        return replace(self, root=root, extents=extents, strides=strides, offset=offset)
+
     @property
     def copied_bytes(self) -> int:
         """Bytes of the copy."""
@@ -180,6 +187,12 @@ class HopperGemm:
         """Steps along K of a tile."""
         return -(-self.K // self.tile_k)
 
+    def at(self, problem: Problem, values: Mapping[str, int]) -> HopperGemm:
+        """The gemm of a problem that this one is for values of the dims that it leaves open, by name."""
+        batch, rows, columns, depth = (extent_at(x, values) for x in (self.batch, self.M, self.N, self.K))
+        operands = self.lhs.at(values), self.rhs.at(values)
+        return replace(self, problem=problem, batch=batch, M=rows, N=columns, K=depth, lhs=operands[0], rhs=operands[1])
+
     def tiles(self, tile: TileConfig) -> int:
         """Tiles of the result; with `multicast`, pairs of tiles one below the other, with `row_blocks` those of whole rows."""
         rows, columns = tile.tile_m * (2 if tile.multicast else 1), tile.tile_n // self.accumulators * (tile.row_blocks or 1)
@@ -202,7 +215,7 @@ def plan_of(problem: Problem, target: Target) -> HopperGemm:
     batch, K = math.prod(shape), problem.K
     if not batch * rows * N * K:
         raise Unsupported("the result is empty or a sum of nothing")
-    if batch * max(rows, N) > NUMBERED:
+    if batch * rows > NUMBERED or batch * N > NUMBERED:
         raise Unsupported("its rows are not counted in 31 bits")
     norm_of = row_norm(problem.op.stores, len(problem.types), N)
     roots, norm = norm_of or (problem.op.stores, None)

@@ -206,6 +206,20 @@ def _partitions(tiles: int, steps: int, cores: int, whole: bool) -> Iterable[tup
         yield cores, rest + cores
 
 
+def spread_over(plan: HopperGemm, tile: TileConfig) -> TileConfig:
+    """The configuration with blocks for the tiles of a gemm of other extents, and as many tiles shared out as the first
+    division that shares any: what machine code does not depend on (`KernelConfig`)."""
+    blocks_each, tiles = 2 if tile.multicast else 1, plan.tiles(tile)
+    if tile.split_k > 1:
+        return replace(tile, blocks=tiles * tile.split_k)  # a cluster has one
+    cores, alone = max(plan.target.cores // blocks_each, 1), not tile.stream_k
+    one_each = min(tiles, cores), min(tiles, cores)
+    found = [(n, shared) for n, shared in _partitions(tiles, plan.k_tiles, cores, alone) if alone or shared]
+    fitting = [(n, shared) for n, shared in found if shared * plan.k_tiles * n < 1 << 31]
+    workers, shared = next(iter(fitting), one_each)
+    return replace(tile, blocks=workers * blocks_each, stream_k=shared)
+
+
 def _instructions(spec: KernelSpec) -> float:
     """The number of them that an element of the result takes, about."""
     total = 0.0

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 from tilewright.candidates.triton.expressions.printer import pointer_type
 from tilewright.candidates.triton.hopper.gemm.plan import HopperGemm, Matrix
@@ -15,10 +15,12 @@ from tilewright.candidates.triton.hopper.gemm.tile import TileConfig
 from tilewright.candidates.triton.hopper.gemm.tma import TMA_TYPES, TmaView, descriptor, tma_view
 from tilewright.dtype import PRED, U8, DType
 from tilewright.ir.expression import quantised_at_once
+from tilewright.ir.extent import Extent, divides
 from tilewright.ir.graph import Node, toposort
 from tilewright.ir.ops import Map, Param, Slice
 from tilewright.lowering.access import Access
 from tilewright.lowering.scalar.costs import COMPOSED
+from tilewright.schedule.problem import Problem
 from tilewright.sizes import next_power_of_2
 
 LINE_BYTES, WORD_BYTES = 128, 4
@@ -221,11 +223,21 @@ class KernelSpec:
             "norm_center": norm is not None and norm.center,
             "normalised": () if norm is None else norm.normalised,
             "store_pitch": tuple(_pitch(s, plan.N) for s in stores),
-            "some_rows": plan.M % (tile.tile_m * (2 if tile.multicast else 1)) > 0,
+            "some_rows": not divides(tile.tile_m * (2 if tile.multicast else 1), plan.M),
             "consumer_registers": 240,
             "producer_registers": 24,
         }
         return KernelConfig(**constants)
+
+    def at(self, problem: Problem, tile: TileConfig, values: Mapping[str, int]) -> Self:
+        """The kernel of a problem that this one's machine code serves, for values of the dims that it leaves open, by name:
+        `tile` differs in blocks and in what they share at most."""
+        stores = tuple(
+            replace(s, view=s.view and s.view.at(values), aux=s.aux and (s.aux[0], s.aux[1].at(values))) for s in self.stores
+        )
+        made = replace(self, plan=self.plan.at(problem, values), tile=tile, stores=stores)
+        vars(made)["config"] = self.config  # as it was compiled for
+        return made
 
     @cached_property
     def operands(self) -> tuple[Argument, ...]:
@@ -331,7 +343,8 @@ def _pitch(store: Store, N: int) -> int:
     if store.view is not None or size * store.columns != LINE_BYTES or size != WORD_BYTES or store.access.columns_extent != N:
         return 0
     beside = [(t.inner, t.stride) for t in place.columns] == [(1, 1)]
-    return place.rows[0].stride if beside and len(place.rows) == 1 and place.rows[0].inner == 1 else 0
+    pitch = place.rows[0].stride if beside and len(place.rows) == 1 and place.rows[0].inner == 1 else 0
+    return 0 if isinstance(pitch, Extent) else pitch
 
 
 def _aux(store: Store, plan: HopperGemm, rows: int) -> tuple[Node, TmaView] | None:

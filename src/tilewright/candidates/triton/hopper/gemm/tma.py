@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
@@ -12,6 +12,7 @@ import msgspec
 
 from tilewright.candidates.triton.runtime.launch import Start
 from tilewright.candidates.triton.runtime.versions import tensor_map
+from tilewright.ir.extent import extent_at
 from tilewright.lowering.access import AccessMap, StridedDigit
 from tilewright.schedule.recipe import MachineCode, Parts, TensorMap
 
@@ -42,10 +43,20 @@ class TmaView:
     digits: tuple[tuple[str, int, int | None], ...] = ()
     m_major: bool = False
 
-    def coordinates(self, b: str, row: str, column: str) -> list[str]:
-        """The coordinates, in a kernel's text, of the box that starts at a row of a matrix of the batch and at a column."""
+    def coordinates(self, b: str, row: str, column: str, spelt: Callable[[int], str] = str) -> list[str]:
+        """The coordinates, in a kernel's text, of the box that starts at a row of a matrix of the batch and at a column, with
+        extents as they are `spelt` there."""
         names = {"b": b, "row": row, "column": column}
-        return [_digit(names[name], inner, extent) for name, inner, extent in self.digits]
+        found: list[str] = []
+        for name, inner, extent in self.digits:
+            part = names[name] if inner == 1 else f"{names[name]} // {spelt(inner)}"
+            found.append(part if extent is None else f"({part}) % {spelt(extent)}")
+        return found
+
+    def at(self, values: Mapping[str, int]) -> TmaView:
+        """The array for values of the dims that its extents leave open, by name."""
+        shape, strides = (tuple(extent_at(x, values) for x in some) for some in (self.shape, self.strides))
+        return replace(self, offset=extent_at(self.offset, values), shape=shape, strides=strides)
 
     def map(self, meta: Mapping[str, Any]) -> TensorMap:
         """The arguments of a descriptor of the array. `meta`: what Triton says of the descriptor's boxes."""
@@ -64,11 +75,6 @@ def _made(m: TensorMap, address: int) -> list[object]:
         address + m.offset_bytes, m.swizzle, m.element_bytes, m.dtype, [*m.box], [*m.shape], [*m.strides], 0
     )
     return [made, *m.shape, *m.strides]
-
-
-def _digit(number: str, inner: int, extent: int | None) -> str:
-    part = number if inner == 1 else f"{number} // {inner}"
-    return part if extent is None else f"({part}) % {extent}"
 
 
 def with_descriptors(start: Start, views: Sequence[TmaView], metas: Sequence[Mapping[str, Any]]) -> Start:

@@ -160,7 +160,8 @@ def wgmma_wait(left: gl.constexpr, products):
 @aggregate_of
 class Block:
     """A thread's place: its number in the block and the warp, the warp's number along rows and along K, the first block of 64
-    columns of its part of K, the cluster's number and the block's in it (`rank`); and where shared memory begins."""
+    columns of its part of K, the cluster's number and the block's in it (`rank`); where shared memory begins; and how many rows
+    of activations there are, where that is open."""
 
     tid: gl.tensor
     lane: gl.tensor
@@ -170,17 +171,20 @@ class Block:
     cluster: gl.tensor
     rank: gl.tensor
     base: gl.tensor
+    x_rows: gl.tensor
     config: gl.constexpr
 
 
 @gluon.jit
-def begin(config: gl.constexpr):
+def begin(x_rows, config: gl.constexpr):
     """The thread's `Block`. Sets up the barriers of the cluster."""
     tid = gl.arange(0, 32 * config.warps, threads(config))
     base = shared_base()
     warp = tid // 32
     k_warp = warp // config.row_warps
     rank = gl.program_id(0) % config.cluster
+    if not config.open_rows:
+        x_rows = rank  # nobody asks
     if config.cluster > 1:
         mbarriers_init(base + BARRIER_AT, (tid == 0).to(gl.int32))
         for i in gl.static_range(2 if config.persistent else 1):
@@ -188,7 +192,7 @@ def begin(config: gl.constexpr):
         cluster_arrive()
     first = (rank * config.k_warps + k_warp) * config.warp_blocks
     cluster = gl.program_id(0) // config.cluster
-    return Block(tid, tid % 32, warp % config.row_warps, k_warp, first, cluster, rank, base, config)
+    return Block(tid, tid % 32, warp % config.row_warps, k_warp, first, cluster, rank, base, x_rows, config)
 
 
 @gluon.constexpr_function
@@ -319,7 +323,10 @@ def vector(number: gl.constexpr, chunk, block):
     if config.k_chunks > 1:
         along = at // own * (config.warp_blocks * each) + at % own + chunk * own
     to = at // each * (config.columns * 128) + row * 128 + (swizzled & 7) * 16
-    there = (i < config.rows * config.k_warps * own).to(gl.int32)
+    exists = i < config.rows * config.k_warps * own
+    if config.open_rows:
+        exists = exists & (row < block.x_rows)
+    there = exists.to(gl.int32)
     source = block.rank * (config.k_warps * config.warp_blocks * each) + along
     return row, source, block.base + X_AT + chunk % 2 * config.chunk_bytes + to, there
 
@@ -770,12 +777,13 @@ def epilogue(row_tile, count, block, side, store: gl.constexpr):
 
 
 @gluon.jit
-def gemm(x, words, side, config: gl.constexpr, store: gl.constexpr):
+def gemm(x, words, x_rows, side, config: gl.constexpr, store: gl.constexpr):
     """The kernel.
 
     Args:
         x: activations [rows, K].
         words: pointers to the words of codes, scales and maybe zero points (`pack.py`).
+        x_rows: rows of the activations, where the configuration leaves them open.
         side: pointers and numbers that `store` takes.
         config: see `KernelConfig`.
         store: the program's function of sums (and `up`), rows of the activations and columns of the results.
@@ -783,7 +791,7 @@ def gemm(x, words, side, config: gl.constexpr, store: gl.constexpr):
     rows: gl.constexpr = config.shared_bytes // 512
     room = gl.allocate_shared_memory(gl.int32, [rows, 128], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     room.index(0).store(gl.zeros([128], gl.int32, threads(config)))  # else there is none
-    block = begin(config)
+    block = begin(x_rows, config)
     weights = Weights(words, block, config)
     queues = prologue(x, weights)
     if config.persistent:

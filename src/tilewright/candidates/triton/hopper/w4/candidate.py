@@ -17,18 +17,19 @@ from tilewright.candidates.triton.expressions.printer import pointer_type
 from tilewright.candidates.triton.expressions.text import Text
 from tilewright.candidates.triton.hopper.arch import SM_90, require
 from tilewright.candidates.triton.hopper.fast_math import FastMath
+from tilewright.candidates.triton.hopper.gemm.kernels import code_of as tile_code_of
 from tilewright.candidates.triton.hopper.ptx import REWRITE_DIGEST, clustered, rewriting
 from tilewright.candidates.triton.hopper.w4 import tiles
 from tilewright.candidates.triton.hopper.w4.kernel_config import KernelConfig, TileConfig
 from tilewright.candidates.triton.hopper.w4.pack import packed_weights
 from tilewright.candidates.triton.hopper.w4.plan import PackedGemm, plan_of
-from tilewright.candidates.triton.hopper.w4.space import configs, work
+from tilewright.candidates.triton.hopper.w4.space import configs, fits, work
 from tilewright.candidates.triton.runtime import module
 from tilewright.candidates.triton.runtime.launch import caller, pointers
 from tilewright.hardware.target import Target
 from tilewright.ir.graph import Node, toposort
 from tilewright.ir.ops import Param
-from tilewright.schedule.candidate import GEMM, GPU, Candidate, Kernel, Runner, Schedule, Unsupported
+from tilewright.schedule.candidate import GEMM, GPU, Candidate, Kernel, Ranged, Runner, Schedule, Unsupported
 from tilewright.schedule.cost import Work, predict_us
 from tilewright.schedule.problem import Problem
 
@@ -85,7 +86,8 @@ class FewRows:
         words = ["codes", "scales", "zeros"][: plan.weights.tensors]
         stores = {f"o{i}": access for i, access in enumerate(plan.stores)}
         t = Text("gl")
-        row_mask = t.v(f"rows < {plan.rows}") if config.columns != plan.rows else None
+        some = config.open_rows or config.columns != plan.rows
+        row_mask = t.v(f"rows < {t.extent(plan.rows)}") if some else None
         ragged = plan.out_features % (config.cta_rows // plan.accumulators)
         column_mask = t.v(f"columns < {plan.out_features}") if ragged else None
         near = {} if plan.up is None else {plan.up: "up"}
@@ -100,7 +102,7 @@ class FewRows:
                 results = push.kinds(access.root.dtype)
         functions = {"store": (("acc", "up", "rows", "columns", "side"), t)}
         note = f"statements of {STATEMENTS}, rewritten by {REWRITE_DIGEST}"
-        given = ["x", f"({', '.join(words)})"]
+        given = ["x", f"({', '.join(words)})", t.extent(plan.rows) if config.open_rows else "0"]
         text = module.instance(KERNEL, config, given, [*sides, *results], functions, t.numbers, note=note)
         kinds = {"x": pointer_type(plan.operand)} | dict.fromkeys(words, "*i32")
         kinds |= {n: pointer_type(self.problem.types[int(n[1:])].dtype) for n in sides}
@@ -125,6 +127,7 @@ class FewRows:
         push: Push | None = None,
         shared: Mapping[int, torch.Tensor] | None = None,
         built: module.Built | None = None,
+        problem: Problem | None = None,
     ) -> Runner:
         """A runner of a point.
 
@@ -134,25 +137,42 @@ class FewRows:
             push: see `machine_code`.
             shared: memory of ranks into which the store goes then (`Push.names`), by numbers behind those of all sources.
             built: its machine code, if that is at hand.
+            problem: the one that it serves, where it leaves extents open.
         """
-        plan, target, count = self.plan, self.target, len(self.problem.types)
+        problem = problem or self.problem
+        plan, target, count = self.plan, self.target, len(problem.types)
         built, w = built or self.machine_code(config, push), plan.weights
         sides = [int(n[1:]) for n in built.names if n[0] == "p" and n[1:].isdigit()]
         read = [plan.x, *range(count, count + w.tensors), *sides]  # packed ones are numbered after the problem's own
         packed = packed_weights(w.values(weights), w, plan.operand)
         constant = {**weights, **{count + i: t for i, t in enumerate(packed)}, **(shared or {})}
         start = module.launcher(built.kernel, (config.grid,), target.index, built.numbers)
-        outputs = self.problem.outputs if push is None else ()
+        outputs = problem.outputs if push is None else ()
         given = [*pointers("source", (*read, *(shared or ()))), *pointers("result", range(len(outputs)))]
         return caller(start, given, count, outputs, constant, target)
 
     def build(self, schedule: Schedule) -> Kernel:
-        plan, config = self.plan, self.config(schedule)
+        config = self.config(schedule)
+        return self.kernel(self.problem, schedule, config, self.machine_code(config))
+
+    def ranged(self, schedule: Schedule) -> Ranged:
+        """A kernel that leaves the number of rows open.
+
+        Raises:
+            Unsupported: a point for fewer rows has no room for so many.
+        """
+        config = self.config(schedule)
+        if not fits(config, self.target):
+            raise Unsupported(f"shared memory has no room for {config.rows} rows")
         built = self.machine_code(config)
-        sides = [int(n[1:]) for n in built.names if n[0] == "p" and n[1:].isdigit()]
+        return lambda problem, values: self.kernel(problem, schedule, config, built.at(values))
+
+    def kernel(self, problem: Problem, schedule: Schedule, config: KernelConfig, built: module.Built) -> Kernel:
+        """The kernel of a problem that machine code serves."""
+        plan, sides = self.plan, [int(n[1:]) for n in built.names if n[0] == "p" and n[1:].isdigit()]
 
         def prepare(weights: Mapping[int, torch.Tensor]) -> Runner:
-            return self.runner(config, weights, built=built)
+            return self.runner(config, weights, built=built, problem=problem)
 
         return Kernel(
             CANDIDATE.name,
@@ -181,9 +201,13 @@ class Plan:
         """Schedules of the kernel of large tiles."""
         return list(self.large.schedules()) if self.large else []
 
-    def schedules(self) -> Iterable[Schedule]:
+    def unbuilt(self) -> list[Schedule]:
+        """The points as the cost model ranks them."""
         found = [*(c.schedule() for c in self.few.configs), *self.large_schedules]
-        ranked = sorted(found, key=lambda s: float(predict_us(self.work(s), self.few.target)))
+        return sorted(found, key=lambda s: float(predict_us(self.work(s), self.few.target)))
+
+    def schedules(self) -> Iterable[Schedule]:
+        ranked = self.unbuilt()
         # What is taken where nothing is measured needs no more memory.
         first = next((s for s in ranked if "expanded" not in dict(s.knobs)), None)
         return self._spilling_last(sorted(ranked, key=lambda s: s is not first))
@@ -248,4 +272,30 @@ def plan(problem: Problem, target: Target) -> Plan:
     )
 
 
-CANDIDATE = Candidate("hopper_w4", GEMM, GPU, 3, plan, packing_knobs=("expanded",))
+def ranged(problem: Problem, target: Target, schedule: Schedule) -> Ranged:
+    """A kernel that leaves the number of rows open.
+
+    Raises:
+        Unsupported: the reason why there is none.
+    """
+    require(target)
+    few = plan_of(problem)
+    if _is_few(schedule):
+        return FewRows(problem, target, few).ranged(schedule)
+    large = tiles.tiles_of(problem, target, few)
+    if large is None:
+        raise Unsupported("it has no form of large tiles")
+    return large.ranged(schedule)
+
+
+def _is_few(schedule: Schedule) -> bool:
+    """Tell whether a point is one of the kernel for few rows."""
+    return "tile_m" not in dict(schedule.knobs)
+
+
+def code_of(schedule: Schedule) -> Schedule:
+    """What code depends on of a point."""
+    return schedule if _is_few(schedule) else tile_code_of(schedule)
+
+
+CANDIDATE = Candidate("hopper_w4", GEMM, GPU, 3, plan, packing_knobs=("expanded",), ranged=ranged, code_of=code_of)

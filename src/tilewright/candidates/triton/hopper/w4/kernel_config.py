@@ -15,12 +15,14 @@ from tilewright.candidates.triton.hopper.w4.convert import Asm, dequantize_to_ha
 from tilewright.candidates.triton.hopper.w4.pack import MAGIC, bias, half_of
 from tilewright.candidates.triton.hopper.w4.plan import BLOCK, PackedGemm
 from tilewright.dtype import F16, F32, DType, dtype
-from tilewright.schedule.candidate import Schedule
+from tilewright.ir.extent import Extent
+from tilewright.schedule.candidate import Schedule, Unsupported
 from tilewright.sizes import next_power_of_2, round_up
 
 BARRIER_AT, X_AT = 512, 1024  # in shared memory: the cluster's barriers, activations aligned as the swizzle wants them
 FEW = 2  # words of a row that a load brings where all of K is unrolled: with more of them registers run out
 ENLARGED = (2.0**18, 2.0**22)  # what codes at bits 6 and 2 of a half without an exponent are too small by (f16: 2**-24)
+ROOM = (8, 16, 32, 64)  # rows of the activations that are multiplied at once
 MOST_PREFETCHED = 8  # loads of a warp in flight: with more of them activations wait
 FEW_COLUMNS = 16  # more of them leave room for fewer loads in flight
 EARLY = 4  # loads of those, before activations are asked for
@@ -120,7 +122,8 @@ class KernelConfig(TileConfig):
     them.
 
     Attributes:
-        rows, K: extents of the activations.
+        rows, K: extents of the activations; the most rows that there are room for, where the kernel leaves them open.
+        open_rows: it does.
         weight_rows, packed_rows: rows of the weights that are multiplied, and as they are packed, filled up.
         accumulators: rows of the weights that make a column of the results: 2 where gate and up meet, else 1.
         activation, code, scale: names of element types.
@@ -130,6 +133,7 @@ class KernelConfig(TileConfig):
     """
 
     rows: int
+    open_rows: bool
     K: int
     weight_rows: int
     packed_rows: int
@@ -144,10 +148,15 @@ class KernelConfig(TileConfig):
     @classmethod
     def of(cls, plan: PackedGemm, tile: TileConfig) -> KernelConfig:
         """A plan at a point of its space."""
-        w = plan.weights
+        w, rows = plan.weights, plan.rows
+        if isinstance(rows, Extent):
+            rows = next((n for n in ROOM if plan.rows <= n), 0)
+            if not rows:
+                raise Unsupported(f"{plan.rows} rows are many")
         return cls(
             **vars(tile),
-            rows=plan.rows,
+            rows=rows,
+            open_rows=isinstance(plan.rows, Extent),
             K=plan.K,
             weight_rows=plan.weight_rows,
             packed_rows=plan.packed_rows,

@@ -85,7 +85,7 @@ def _legal(plan: PackedGemm, target: Target) -> Iterable[KernelConfig]:
             rounds = -(-base.row_tiles // at_once)
             if rounds > 1 and base.even:
                 persistent = replace(base, clusters=-(-base.row_tiles // rounds))
-                fitting = [c for c in _unrolled(persistent) if _fits(c, target)]
+                fitting = [c for c in _unrolled(persistent) if fits(c, target)]
                 yield from fitting
                 if fitting:
                     continue
@@ -116,7 +116,7 @@ def _in_chunks(whole: KernelConfig, target: Target) -> Iterable[KernelConfig]:
     """The point with its activations in the fewest chunks that fit, the next kernel launched early or not."""
     every = [replace(whole, k_chunks=n) for n in range(1, whole.warp_blocks + 1) if whole.warp_blocks % n == 0]
     alone = whole.in_flight == 2
-    fitting = [c for c in every if _fits(c, target) and not (alone and c.chunk_blocks != c.unroll)]
+    fitting = [c for c in every if fits(c, target) and not (alone and c.chunk_blocks != c.unroll)]
     for found in fitting[: 1 if whole.rows <= FEW_COLUMNS else 2]:
         if alone and whole.occupancy > 1 and found.grid <= _sms(found, target):
             continue  # there are no two blocks for an SM
@@ -127,7 +127,8 @@ def _in_chunks(whole: KernelConfig, target: Target) -> Iterable[KernelConfig]:
                 yield replace(found, launch_early=True)
 
 
-def _fits(config: KernelConfig, target: Target) -> bool:
+def fits(config: KernelConfig, target: Target) -> bool:
+    """Tell whether there is shared memory for as many blocks as are meant to share an SM."""
     return config.shared_bytes <= (target.chip.shared_bytes - BARRIERS_BYTES) // config.occupancy
 
 
