@@ -15,7 +15,8 @@ from tilewright.candidates.triton.runtime._gluon import aggregate_of
 
 @aggregate_of
 class Problem:
-    """Matrices of the batch and their extents; with `stream_k`, tiles from number `whole_tiles` on are shared out along K."""
+    """Matrices of the batch and their extents; with `stream_k`, tiles from number `whole_tiles` on are shared out along K; with
+    `owners`, rows of a matrix are a rank's, and `whole_tiles` is the number of the one whose tiles come first."""
 
     B: gl.tensor
     M: gl.tensor
@@ -62,6 +63,9 @@ class TileScheduler:
         if self.config.multicast:  # two blocks have two tiles, one below the other
             b, m, n = rasterise(t, gl.cdiv(self.tiles_m, 2), self.tiles_n, max(self.config.group_m // 2, 1))
             return b, m * 2 + gl.program_id(0) % 2, n, k0, k1
+        elif self.config.owners:
+            b, m, n = by_chunks(t, self.tiles_m, self.tiles_n, self.problem.B, self.config.chunk_m)
+            return (b + self.problem.whole_tiles) % self.problem.B, m, n, k0, k1
         else:
             b, m, n = rasterise(t, self.tiles_m, self.tiles_n, self.config.group_m)
             return b, m, n, k0, k1
@@ -118,3 +122,15 @@ def rasterise(t, tiles_m, tiles_n, group_m: gl.constexpr):
     r = r % (group_m * tiles_n)
     rows = gl.minimum(tiles_m - group * group_m, group_m)
     return b, group * group_m + r % rows, r // rows
+
+
+@gluon.jit
+def by_chunks(t, tiles_m, tiles_n, owners, chunk_m: gl.constexpr):
+    """Tile number -> number of the owner, tile row, tile column: `chunk_m` tile rows of each owner in turn, then the next ones.
+    So all ranks store to another one each at any time, and a chunk of all owners is done as early as may be."""
+    chunk = t // (owners * chunk_m * tiles_n)
+    r = t - chunk * (owners * chunk_m * tiles_n)
+    rows = gl.minimum(tiles_m - chunk * chunk_m, chunk_m)
+    owner = r // (rows * tiles_n)
+    r = r % (rows * tiles_n)
+    return owner, chunk * chunk_m + r % rows, r // rows
