@@ -2,26 +2,20 @@
 
 import pytest
 import torch
-from fusions import by_row, norm
-from ptx import H200, Fault, emulating, together
-from ptx.machine import How
-from w4_problems import posed
+from ptx import H200, Fault
+from pushed import late, results, right, summed
 
 from tilewright.compiler import optimise
 from tilewright.dtype import BF16 as BFLOAT16
 from tilewright.dtype import F8E4M3FN, F32
 from tilewright.errors import UnsupportedError
 from tilewright.ir.build import const, convert, input_, map_, reduce_
-from tilewright.ir.expression import make_gemm
 from tilewright.ir.graph import Graph, Node
-from tilewright.ir.mesh import Mesh, in_team, simulate, team
-from tilewright.ir.ops import AllReduce, Gemm, LayerNorm, Param, Place, Quantize, ReduceScatter, gemm
-from tilewright.ir.types import TensorType
+from tilewright.ir.mesh import Mesh, simulate, team
+from tilewright.ir.ops import Gemm, LayerNorm, Place, Quantize, gemm
 from tilewright.lowering.stages import joined
 from tilewright.rules.shard import localise
-from tilewright.schedule.expected import check, expect_on_mesh
-from tilewright.schedule.problem import Problem, problem_of
-from tilewright.schedule.sample import random_sources
+from tilewright.schedule.problem import problem_of
 
 pytest.importorskip("triton")
 
@@ -32,82 +26,6 @@ from tilewright.candidates.triton.push_rows.candidate import CANDIDATE
 from tilewright.candidates.triton.push_rows.virtual import VirtualRanks
 from tilewright.candidates.triton.runtime import module as modules
 from tilewright.schedule.candidate import Schedule, plan_for, refusal
-
-
-def summed(line, ranks, *, scatter=False, then="norm", constant=True):
-    """A line's product in bf16, its sums over ranks, a residual, and a norm that is quantised by row."""
-    local = posed(line, constant)
-    (store,) = local.op.stores
-    op = ReduceScatter(("tp",), (ranks,), axis=0) if scatter else AllReduce(("tp",), (ranks,))
-    total = Node(op, store)
-    count, types = len(local.types), list(local.types)
-    if then:
-        types += [total.tensor, TensorType(F32, (1,) if then == "add" else total.shape[-1:])]
-    stores = [total]
-    if then:
-        stores = [map_("add", total, Node(Param(count, types[count])))]
-    if then == "norm":
-        y = norm(convert(stores[0], F32), Node(Param(count + 1, types[count + 1])), center=False)
-        stores += by_row(y, F8E4M3FN)
-    sources = [Node(Param(i, t)) for i, t in enumerate(types)]
-    made = make_gemm(local.op.acc_dtype, local.op.lhs, local.op.rhs, stores, sources)
-    weights = [*local.weights, *(False, True)][: len(types)]
-    order = [sources.index(s) for s in made.src]
-    return Problem(made.op, tuple(types[i] for i in order), tuple(weights[i] for i in order))
-
-
-late = []  # of each run, the ranks that were waited for in vain
-
-
-def results(problem, ranks, schedule, calls=1, seed=None, limit_s=5.0, **how):
-    """Each rank's results of each call, with its sources, run together: in turns drawn by lot, if there is a seed."""
-    mesh = Mesh.parse(f"tp={ranks}")
-    space = VirtualRanks(mesh, "cpu", limit_s)
-    given = simulate(mesh, lambda r: random_sources(problem, seed=17 + r))
-    streams, found, kept = [], [[] for _ in range(ranks)], []
-    with emulating(How(seed=seed, **how)) as driver:
-        empty = torch.empty
-
-        def holding(*args, **kwargs):  # what a call allocates lives until its launches have run
-            kept.append(empty(*args, **kwargs))
-            return kept[-1]
-
-        torch.empty = holding
-        try:
-            for r in range(ranks):
-                driver.queue = []
-                with in_team(space.member(r)):
-                    kernel = plan_for(CANDIDATE, problem, H200).build(schedule)
-                    run = kernel.prepare({i: given[r][i] for i, w in enumerate(problem.weights) if w})
-                    for call in range(calls):
-                        sources = turned(problem, given[r], call)
-                        kept.append(sources)
-                        found[r].append((sources, list(run(sources))))
-                streams.append(driver.queue)
-        finally:
-            torch.empty = empty
-        together(streams, seed or 0)
-    late.append(space.late())
-    return found
-
-
-def turned(problem, sources, call):
-    """Other data for each call: what is no weight, moved along."""
-    return [t if w else t.roll(call, 0).roll(call, -1) for t, w in zip(sources, problem.weights, strict=True)]
-
-
-def right(problem, ranks, schedule, calls=1, seed=None, **how):
-    """All results are right, and those that all ranks hold the same bits."""
-    found, mesh = results(problem, ranks, schedule, calls, seed, **how), Mesh.parse(f"tp={ranks}")
-    assert late[-1] == [0] * ranks
-    whys = []
-    for call in range(calls):
-        for r in range(ranks):
-            _, expected = expect_on_mesh(problem, lambda rank, call=call: found[rank][call][0], mesh, r)
-            why = check(problem, expected, found[r][call][1])
-            whys += [f"call {call}, rank {r}: {why}"] if why else []
-    assert not whys, whys[0]
-    return found
 
 
 def first(problem, name="triton"):
@@ -136,12 +54,12 @@ W4 = "bf16[4,256] @ s4[64,256]^T group=64 -> bf16"
 def test_sums_over_ranks_and_what_follows(line, ranks, name, how):
     """Rows that all ranks get or each its own, in the types of programs, several calls in turns drawn by lot."""
     p = summed(line, ranks, **how)
-    right(p, ranks, first(p, name), calls=3, seed=len(line))
+    right(CANDIDATE, p, ranks, first(p, name), calls=3, seed=len(line))
 
 
 def test_all_ranks_get_the_same_bits():
     p = summed(BF16, 3, then="")
-    found = results(p, 3, first(p), calls=2, seed=5)
+    found = results(CANDIDATE, p, 3, first(p), calls=2, seed=5)
     for call in range(2):
         assert all(torch.equal(found[0][call][1][0], found[r][call][1][0]) for r in (1, 2))
 
@@ -152,7 +70,7 @@ def test_parts_of_k_and_several_blocks_meet_before_the_flag(seed):
     p = summed("bf16[17,512] @ bf16[64,512]^T -> bf16", 2)
     point = Schedule.of_point(TileConfig(16, 16, 32, 4, 2, split_k=2))
     tail = plan_for(CANDIDATE, p, H200).tail.plan.schedules()[0]
-    right(p, 2, joined(Schedule(), [("triton", point), ("triton_norm", tail)]), calls=2, seed=seed)
+    right(CANDIDATE, p, 2, joined(Schedule(), [("triton", point), ("triton_norm", tail)]), calls=2, seed=seed)
 
 
 def test_a_compiled_program_has_one_step_behind_its_product():
@@ -169,7 +87,7 @@ def test_a_compiled_program_has_one_step_behind_its_product():
     (product,) = [n for n in optimise(localise(graph)).nodes() if isinstance(n.op, Gemm)]
     problem = problem_of(product)
     assert len(problem.outputs) == 3
-    right(problem, 2, first(problem), calls=2, seed=4)
+    right(CANDIDATE, problem, 2, first(problem), calls=2, seed=4)
 
 
 def planted(monkeypatch, name, old, new):
@@ -188,7 +106,7 @@ def found_wrong(calls, most=12):
     p = summed(BF16, 2, then="add")
     for seed in range(most):
         try:
-            right(p, 2, first(p), calls, seed=seed, most_steps=40_000)
+            right(CANDIDATE, p, 2, first(p), calls, seed=seed, most_steps=40_000)
         except (AssertionError, Fault):
             return True
     return False
@@ -228,7 +146,7 @@ def test_a_rank_that_does_not_come_is_named_to_the_host(monkeypatch):
     """The wait ends by itself, and the host finds which rank it was."""
     planted(monkeypatch, "_arrival", "@q st.relaxed.sys.global.b32 [$3], t;", "")
     p = summed(BF16, 2, then="")
-    results(p, 2, first(p), seed=1, limit_s=50e-6)
+    results(CANDIDATE, p, 2, first(p), seed=1, limit_s=50e-6)
     assert late[-1][0] in (1, 2) and late[-1][1] == 0  # nobody's flag comes to the first rank
 
 

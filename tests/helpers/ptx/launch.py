@@ -68,14 +68,14 @@ def machine(ptx: str, grid: Sequence[int], arguments: Sequence[Any], shared_byte
     return Machine(made, grid, given, memory, shared_bytes, how)
 
 
-def together(streams: Sequence[Sequence[Machine]], seed: int) -> None:
-    """Launches of several streams to their end: those of each in order, in turns drawn by lot, a stream at times for long."""
+def together(streams: Sequence[Sequence[Machine]], seed: int, turns: Sequence[int] = (1, 1, 3, 40)) -> None:
+    """Launches of several streams to their end: those of each in order, in turns drawn by lot, of so many rounds, at times."""
     rng = random.Random(seed)
     waiting = [[*launches] for launches in streams]
     current: list[Iterator[None] | None] = [None] * len(waiting)
     while any(waiting) or any(current):
         at = rng.choice([i for i, c in enumerate(current) if c or waiting[i]])
-        for _ in range(rng.choice((1, 1, 3, 40))):
+        for _ in range(rng.choice(turns)):
             if not current[at]:
                 if not waiting[at]:
                     break

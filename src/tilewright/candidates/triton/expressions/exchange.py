@@ -76,7 +76,7 @@ class Exchange:
         """A rank's own words."""
         return memory.buffers[memory.own][:LINE].view(torch.int32)
 
-    def limit(self, memory: Symmetric) -> None:
+    def prepare(self, memory: Symmetric) -> None:
         """Have kernels that wait in this memory do so for no longer than it says."""
         memory.buffers[memory.own][LIMIT : LIMIT + 8].view(torch.int64).fill_(int(1e9 * memory.limit_s))
 
@@ -91,6 +91,10 @@ class Exchange:
         mine = memory.buffers[memory.own]
         starts = map(self.region, range(self.ranks))
         return [mine[at : at + self.region_bytes].view(dtype.to_torch()) for at in starts]
+
+    def arrival(self, dtype: DType, pointers: tuple[str, ...]) -> Arrival:
+        """The wait of a kernel whose arguments for the regions are called so."""
+        return Arrival(self, dtype, pointers)
 
     def slot_of(self, epoch: str, dtype: DType) -> str:
         """The place of an epoch's slot in a region, in elements."""
@@ -135,7 +139,7 @@ class Push:
             first = rank * self.rows * access.root.shape[-1]
             emitter.store(access, f"{name} + ({slot} - {first})" if first else f"{name} + {slot}", value)
         emitter.tile = tile
-        _statement(t, _arrival(self), self.names, epoch)
+        _told(t, _arrival(self), self.names, epoch)
 
 
 @dataclass(frozen=True)
@@ -154,18 +158,19 @@ class Arrival:
     pointers: tuple[str, ...]
 
     KINDS: ClassVar[dict[str, str]] = {OWN: "*i32", LATE: "*i32"}
+    by_rows: ClassVar[bool] = False
 
     def wait(self, t: Text) -> None:
         """Write the wait, and point the arguments for the regions to this call's slots."""
         t.do(f"epoch = {t.language}.load({OWN})")
-        _statement(t, _wait(self), [OWN, LATE], "epoch")
+        _told(t, _wait(self), [OWN, LATE], "epoch")
         t.do(f"slot = {self.exchange.slot_of('epoch', self.dtype)}")
         for name in self.pointers:
             t.do(f"{name} += slot")
 
     def end(self, t: Text, programs: int) -> None:
         """Write what counts the call, where the last of so many programs is done."""
-        _statement(t, _end(programs), [OWN], "epoch")
+        end_statement(t, programs)
 
 
 @runtime_checkable
@@ -181,16 +186,76 @@ class Pushing(Protocol):
         ...
 
 
+class Waits(Protocol):
+    """The waits of a kernel, as text.
+
+    Attributes:
+        pointers: the kernel's arguments for what is sent.
+        by_rows: it waits for the rows that it is about to read, and is begun while the product is at work; else it waits once,
+            for all.
+    """
+
+    KINDS: ClassVar[dict[str, str]]
+    by_rows: ClassVar[bool]
+
+    @property
+    def pointers(self) -> tuple[str, ...]: ...
+
+    def wait(self, t: Text) -> None:
+        """Write the wait for all, or what comes before all waits, and point the arguments to this call's slots."""
+        ...
+
+    def end(self, t: Text, programs: int) -> None:
+        """Write what counts the call, where the last of so many programs is done."""
+        ...
+
+
+@runtime_checkable
+class WaitsByRows(Waits, Protocol):
+    """Waits for some rows at a time.
+
+    Attributes:
+        extents: rows and columns of each of the arguments.
+    """
+
+    @property
+    def extents(self) -> tuple[int, int]: ...
+
+    def wait_for(self, t: Text, first: str | None, rows: int) -> None:
+        """Write the wait for so many rows from a first one on; None: for all of them."""
+        ...
+
+
+class Inbox(Protocol):
+    """Memory into which other ranks store."""
+
+    def prepare(self, memory: Symmetric) -> None:
+        """Write the numbers that kernels find in this rank's memory."""
+        ...
+
+    def words(self, memory: Symmetric) -> torch.Tensor:
+        """A rank's own words."""
+        ...
+
+    def received(self, memory: Symmetric, dtype: DType) -> list[torch.Tensor]:
+        """The sources that ranks send, where they lie."""
+        ...
+
+    def arrival(self, dtype: DType, pointers: tuple[str, ...]) -> Waits:
+        """The waits of a kernel whose arguments for what is sent are called so."""
+        ...
+
+
 @runtime_checkable
 class Awaiting(Protocol):
     """A fusion's plan whose kernel may wait for what ranks send."""
 
-    def awaiting(self, schedule: Schedule, exchange: Exchange, sent: Sequence[int]) -> Running:
+    def awaiting(self, schedule: Schedule, inbox: Inbox, sent: Sequence[int]) -> Running:
         """A function that gives the runner of a point.
 
         Args:
             schedule: the point.
-            exchange: the memory.
+            inbox: the memory.
             sent: sources that ranks send, in their order.
         """
         ...
@@ -199,12 +264,21 @@ class Awaiting(Protocol):
 Running = Callable[[Mapping[int, torch.Tensor], Symmetric], Runner]  # given the constant sources by number, and the memory
 
 
-def _statement(t: Text, asm: str, addresses: Sequence[str], epoch: str) -> None:
-    """A statement of PTX for each thread: $1 is the epoch, and addresses are $2 and on."""
-    given = [epoch, *(f"{a}.to({t.language}.int64)" for a in addresses)]
-    constraints = ",".join(["=r", "r", *["l"] * len(addresses)])
+def statement(t: Text, asm: str, kinds: str, given: Sequence[str]) -> None:
+    """Write a statement of PTX for each thread: $1 and on are what is given, of these kinds (`r` 32 bits, `l` 64)."""
+    constraints = ",".join(["=r", *kinds])
     where = f"{t.language}.inline_asm_elementwise"
     t.do(f"{where}({asm!r}, {constraints!r}, [{', '.join(given)}], {t.language}.int32, is_pure=False, pack=1)")
+
+
+def _told(t: Text, asm: str, addresses: Sequence[str], epoch: str) -> None:
+    """A statement of which $1 is the epoch, and addresses are $2 and on."""
+    statement(t, asm, "r" + "l" * len(addresses), [epoch, *(f"{a}.to({t.language}.int64)" for a in addresses)])
+
+
+def end_statement(t: Text, programs: int, *, behind: bool = False) -> None:
+    """Write what counts a call, where the last of so many programs is done; `behind`: with it the kernel ahead is to be."""
+    _told(t, _end(programs, "@q griddepcontrol.wait; " if behind else ""), [OWN], "epoch")
 
 
 def _arrival(push: Push) -> str:
@@ -230,12 +304,12 @@ def _wait(arrival: Arrival) -> str:
     )
 
 
-def _end(programs: int) -> str:
+def _end(programs: int, before: str = "") -> str:
     """$2 own words. Every program has read the epoch when the last one counts."""
     return (
         "{ .reg .pred q; .reg .b32 t, c; barrier.sync 0; mov.u32 t, %tid.x; setp.eq.u32 q, t, 0; mov.b32 c, -1; "
         f"@q atom.acq_rel.gpu.global.add.u32 c, [$2+{DONE}], 1; setp.eq.u32 q, c, {programs - 1}; "
-        f"@q st.relaxed.gpu.global.b32 [$2+{DONE}], 0; add.s32 t, $1, 1; @q st.relaxed.gpu.global.b32 [$2+{EPOCH}], t; "
+        f"{before}@q st.relaxed.gpu.global.b32 [$2+{DONE}], 0; add.s32 t, $1, 1; @q st.relaxed.gpu.global.b32 [$2+{EPOCH}], t; "
         "mov.b32 $0, 0; }"
     )
 

@@ -11,7 +11,7 @@ from itertools import product
 import torch
 
 from tilewright.candidates.triton.expressions.emit import NUMBERED, check_node
-from tilewright.candidates.triton.expressions.exchange import SHARED, Arrival, Exchange, Running
+from tilewright.candidates.triton.expressions.exchange import SHARED, Inbox, Running, Waits
 from tilewright.candidates.triton.expressions.printer import pointer_type
 from tilewright.candidates.triton.normalization.kernel import Tiles, arguments_of, kernel_text, sources_of
 from tilewright.candidates.triton.runtime.launch import arrays_of, caller, parted, pointers
@@ -88,14 +88,14 @@ class Plan:
     def compile(self, schedule: Schedule) -> None:
         self.machine_code(self.tiles(schedule), schedule.point(TileConfig).num_warps)
 
-    def machine_code(self, several: Sequence[Tiles], num_warps: int, arrival: Arrival | None = None) -> Built:
+    def machine_code(self, several: Sequence[Tiles], num_warps: int, arrival: Waits | None = None) -> Built:
         """The kernel of all nests; `arrival`: other ranks that send some of the sources, if they do."""
         types = [self.problem.types[i] for i in sources_of(several)] + list(self.problem.outputs)
         signature = {name: pointer_type(t.dtype) for name, t in zip(arguments_of(several), types, strict=True)}
         signature |= {} if arrival is None else arrival.KINDS
         written = kernel_text(several, exact_fp8(self.arch), arrival)
         options = {"debug": True, "sanitize_overflow": False} if any(t.nest.tables for t in several) else {}
-        if any(t.dependent_launch for t in several):
+        if any(t.dependent_launch for t in several) or (arrival is not None and arrival.by_rows):
             options["launch_pdl"] = True
         return build(written, signature, self.arch, self.target.index, num_warps=num_warps, **options)
 
@@ -118,18 +118,20 @@ class Plan:
 
         return Kernel(CANDIDATE.name, schedule, prepare, place, **vars(needs(built.kernel)))
 
-    def awaiting(self, schedule: Schedule, exchange: Exchange, sent: Sequence[int]) -> Running:
+    def awaiting(self, schedule: Schedule, inbox: Inbox, sent: Sequence[int]) -> Running:
         """A function that gives the runner of a point that waits for what ranks send (`expressions/exchange.py`)."""
         problem, target, several = self.problem, self.target, self.tiles(schedule)
         read, dtype = sources_of(several), problem.types[sent[0]].dtype
-        arrival = Arrival(exchange, dtype, tuple(f"p{read.index(i)}" for i in sent))
+        arrival = inbox.arrival(dtype, tuple(f"p{read.index(i)}" for i in sent))
+        if arrival.by_rows:
+            several = tuple(replace(t, dependent_launch=False, early=()) for t in several)
         built = self.machine_code(several, schedule.point(TileConfig).num_warps, arrival)
 
         def made(weights: Mapping[int, torch.Tensor], memory: Symmetric) -> Runner:
-            exchange.limit(memory)
+            inbox.prepare(memory)
             start = launcher(built.kernel, (sum(t.grid for t in several),), target.index, built.numbers)
-            held = {**weights, **dict(zip(sent, exchange.received(memory, dtype), strict=True))}
-            held |= {SHARED: exchange.words(memory), SHARED + 1: memory.late}
+            held = {**weights, **dict(zip(sent, inbox.received(memory, dtype), strict=True))}
+            held |= {SHARED: inbox.words(memory), SHARED + 1: memory.late}
             given = [*pointers("source", read), *pointers("result", range(len(problem.outputs)))]
             given += pointers("source", (SHARED, SHARED + 1))
             return caller(start, given, len(problem.types), arrays_of(problem), held, target)

@@ -7,12 +7,13 @@ where nothing is, it takes a piece of them.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
 
 from tilewright.candidates.triton.expressions.emit import Emitter, Tile
-from tilewright.candidates.triton.expressions.exchange import Arrival
+from tilewright.candidates.triton.expressions.exchange import Waits, WaitsByRows
 from tilewright.candidates.triton.expressions.printer import in_registers, zero
 from tilewright.candidates.triton.expressions.text import KernelSource, Text
 from tilewright.candidates.triton.runtime.module import IMPORTS
@@ -88,7 +89,7 @@ class Tiles:
         return -(-self.nest.rows // self.tile_m) * self.pieces
 
 
-def kernel_text(several: Sequence[Tiles], fp8: frozenset[str], arrival: Arrival | None = None) -> KernelSource:
+def kernel_text(several: Sequence[Tiles], fp8: frozenset[str], arrival: Waits | None = None) -> KernelSource:
     """A module with the function `kernel`, whose programs work on the first nest, then on the next.
 
     Args:
@@ -97,23 +98,27 @@ def kernel_text(several: Sequence[Tiles], fp8: frozenset[str], arrival: Arrival 
         arrival: other ranks that send some of the sources, if they do.
     """
     text = Text()
-    dependent = any(tiles.dependent_launch for tiles in several)
+    by_rows = arrival if isinstance(arrival, WaitsByRows) else None
+    dependent = any(tiles.dependent_launch for tiles in several) or by_rows is not None
     if arrival is not None:  # a kernel that is launched early would take room from a rank that is waited for
-        if dependent:
+        if dependent and by_rows is None:
             text.do("gdc_wait()")
         arrival.wait(text)
-    if dependent:
+    if dependent and by_rows is None:
         text.do("gdc_launch_dependents()")
     total, first, read = sum(tiles.grid for tiles in several), 0, sources_of(several)
-    text.do(f"program = {text.extent(total - 1)} - tl.program_id(0)")  # what the kernel ahead wrote last is in the cache
+    if by_rows is None:
+        text.do(f"program = {text.extent(total - 1)} - tl.program_id(0)")  # what the kernel ahead wrote last is in the cache
+    else:
+        text.do("program = tl.program_id(0)")  # what comes first is read first
     for i, tiles in enumerate(several):
-        if len(several) == 1:
-            _Rows(text, tiles, "program", str(i), read, fp8).write()
-        else:
-            not_before = f" and program >= {text.extent(first)}" if i else ""
-            with text.block(f"if program < {text.extent(first + tiles.grid)}{not_before}:"):
-                program = text.v(f"program - {text.extent(first)}") if i else "program"
-                _Rows(text, tiles, program, str(i), read, fp8).write()
+        not_before = f" and program >= {text.extent(first)}" if i else ""
+        inside = f"if program < {text.extent(first + tiles.grid)}{not_before}:" if len(several) > 1 else ""
+        with text.block(inside) if inside else nullcontext():
+            program = text.v(f"program - {text.extent(first)}") if i else "program"
+            if by_rows is not None:
+                _wait(text, tiles, program, read, by_rows)
+            _Rows(text, tiles, program, str(i), read, fp8).write()
         first += tiles.grid
     if arrival is not None:
         arrival.end(text, total)
@@ -121,6 +126,23 @@ def kernel_text(several: Sequence[Tiles], fp8: frozenset[str], arrival: Arrival 
     given = [] if arrival is None else [*arrival.KINDS]
     arguments = ", ".join([*arguments_of(several), *given, *text.numbers])
     return KernelSource(f"{imports}\n{REDUCTIONS}\n\n@triton.jit\ndef kernel({arguments}):\n{text}\n", text.numbers)
+
+
+def _wait(text: Text, tiles: Tiles, program: str, read: Sequence[int], arrival: WaitsByRows) -> None:
+    """The wait of a nest's program: for its own rows, where it reads what is sent row by row; else for all of them."""
+    r, sent = tiles.nest, {read[int(name[1:])] for name in arrival.pointers}
+    leaves = [n for n in r.nodes if isinstance(n.op, Param) and r.sources[n.op.index] in sent]
+    if leaves:
+        first = text.v(f"{program} // {tiles.pieces} * {tiles.tile_m}" if tiles.pieces > 1 else f"{program} * {tiles.tile_m}")
+        own = all(n not in r.read_in_pairs and _row_by_row(r.access.of_leaf(n), *arrival.extents) for n in leaves)
+        arrival.wait_for(text, first if own and r.rows == arrival.extents[0] else None, tiles.tile_m)
+    text.do("gdc_launch_dependents()")
+
+
+def _row_by_row(place: AccessMap, rows: int, columns: int) -> bool:
+    """Tell whether row i of a kernel reads within row i of a source of so many rows and columns."""
+    across = place.offset + sum((t.extent - 1) * t.stride for t in place.columns)
+    return [(t.extent, t.inner, t.stride) for t in place.rows] == [(rows, 1, columns)] and across < columns
 
 
 def arguments_of(several: Sequence[Tiles]) -> list[str]:

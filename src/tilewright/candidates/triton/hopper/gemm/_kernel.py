@@ -37,6 +37,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from tilewright.candidates.triton.expressions import chunks
 from tilewright.candidates.triton.hopper._pipeline import Pipeline, barriers, pipeline
 from tilewright.candidates.triton.hopper.gemm._layouts import (
     join_columns,
@@ -58,7 +59,20 @@ from tilewright.candidates.triton.hopper.gemm._operand import TmaOperand, load_r
 from tilewright.candidates.triton.hopper.gemm._reduction import ClusterReduction, cluster_reduction, fixup
 from tilewright.candidates.triton.hopper.gemm._rows import row_exchange, row_numbers
 from tilewright.candidates.triton.hopper.gemm._scheduler import Problem, tile_scheduler
-from tilewright.candidates.triton.runtime._gluon import aggregate_of, base_value, pin, reinterpret, tma_load, tma_store
+from tilewright.candidates.triton.runtime._gluon import (
+    aggregate_of,
+    barrier,
+    base_value,
+    pin,
+    reinterpret,
+    statement,
+    tma_load,
+    tma_store,
+)
+
+stores_done = statement(chunks.STORED)
+publish = statement(chunks.PUBLISH, "llrrr")
+
 
 # -- kernel
 
@@ -132,8 +146,10 @@ def producer(mainloop, problem):
     """The warp that fills the ring with the tiles of both operands, all that a block's consumers will read."""
     config: gl.constexpr = mainloop.config
     left, right, ring = mainloop.left, mainloop.right, mainloop.ring
+    if config.owners:  # kernels behind begin to wait for tiles once nothing ahead is at work
+        gdc_wait()
     gdc_launch_dependents()
-    if not left.early:
+    if not left.early and not config.owners:
         gdc_wait()
     scheduler = tile_scheduler(problem, config)
     early, asked = 0, 0
@@ -180,7 +196,7 @@ def consumer(group: gl.constexpr, mainloop, epilogue, reduction, order, scratch,
     scheduler = tile_scheduler(problem, config)
     if config.split_k > 1:
         reduction.expect(group)
-    if config.block_scaled:  # scales are read before the first products, which wait for those that load
+    if config.block_scaled or config.owners:  # scales, or an epoch, are read before those that load have waited
         gdc_wait()
     pipe_read = ring.state()
     pipe_release = ring.state()
@@ -189,7 +205,10 @@ def consumer(group: gl.constexpr, mainloop, epilogue, reduction, order, scratch,
     order_phase = 1 - group
     deferred = epilogue.no_deferred()
     zero = 0
+    stored, stored_row = zero - 1, zero  # owner and first row of the tile whose stores are under way; -1 for none
     deferred_tile = Tile(problem.B, problem.M, zero, zero, zero, ())  # nothing to write yet: TMA drops what lies outside
+    if config.owners:
+        deferred_tile = Tile(problem.B, problem.M, zero, zero, zero, (zero,))
     first, last, every = scheduler.tile_range(group if config.pingpong else 0, 2 if config.pingpong else 1)
     for j in range(first, last, every):
         if config.pingpong:
@@ -232,6 +251,9 @@ def consumer(group: gl.constexpr, mainloop, epilogue, reduction, order, scratch,
             begun, loaded = epilogue.load_first(config.aux_store, tile, tile.first)
             if config.pingpong:
                 mbarrier.arrive(order.index(1 - group))
+            if config.owners:  # what the tile before stored has long come
+                epilogue.publish(stored, stored_row, problem)
+                stored, stored_row = tile.b, tile.row
             acc = warpgroup_mma_wait(0, deps=(acc,))
             if config.split_k > 1:
                 acc = reduction.reduce(acc, group)
@@ -246,10 +268,15 @@ def consumer(group: gl.constexpr, mainloop, epilogue, reduction, order, scratch,
                 epilogue.store_normalised(apart, rstd, shift, tile, group)
             else:
                 deferred, aux_phase = epilogue.store((acc,), tile, begun, loaded, aux_phase, group)
-            deferred_tile = Tile(tile.b, tile.row, tile.col, zero, tile.first, ())
+            if config.owners:
+                deferred_tile = Tile(tile.b, tile.row, tile.col, tile.which, tile.first, tile.chosen)
+            else:
+                deferred_tile = Tile(tile.b, tile.row, tile.col, zero, tile.first, ())
     if config.deferred_store:
         for k in gl.static_range(config.subtiles):
             epilogue.store_deferred(deferred, deferred_tile, k, group)
+    if config.owners:
+        epilogue.publish(stored, stored_row, problem)
     if config.split_k > 1:
         reduction.finish()
     if writes_by_tma(config):
@@ -332,7 +359,7 @@ class Mainloop:
 @aggregate_of
 class Tile:
     """The place of a tile's results: matrix, first row, first column; and of stores that share an epilogue which one it is, its
-    first column there, and its pointers."""
+    first column there, and its pointers. With `owners`, which rank's memory it is, and its slot there."""
 
     b: gl.tensor
     row: gl.tensor
@@ -355,7 +382,8 @@ class Epilogue:
     - `place(i, side, b, row, column)`, `aux_place(side, b, row, column)` are a subtile's coordinates in TMA's arrays.
     - `put(i, value, side, tile, first, layout)` stores a subtile where TMA cannot.
     - `lines(i, side)` gives the memory of a store that is written by lines, and its rows and columns.
-    - `choose(side, col)` tells which of stores that share an epilogue a column is in; see `Tile`.
+    - `choose(side, col)` tells which of stores that share an epilogue a column is in; see `Tile`. With `owners`, it gives the
+      memory of this rank and of the one of that number, as words.
     """
 
     descs: gl.tuple
@@ -385,6 +413,10 @@ class Epilogue:
         if config.shared_epilogue:
             which, own, chosen = self.choose(self.side, col)
             return Tile(b, row, col, which, own, chosen)
+        elif config.owners:
+            words = self.choose(self.side, b)[0]
+            slot = gl.load(words, volatile=True) & 1
+            return Tile(b, row, col, b, col, (slot,))
         else:
             which = 0
             return Tile(b, row, col, which, col, ())
@@ -573,8 +605,11 @@ class Epilogue:
             tma.store_wait(pending(i, j, config))
         self.buffer(i, j, desc.dtype, group).store(gl.convert_layout(value, subtile_layout(i, config)))
         fence_async_shared()
-        at = self.place(i, self.side, tile.b, tile.row, tile.first + (j * config.subtile_n[i] - config.store_first[i]))
-        if config.shared_epilogue:
+        if config.owners:
+            at = self.place(i, self.side, tile.chosen[0], tile.row, tile.first + j * config.subtile_n[i])
+        else:
+            at = self.place(i, self.side, tile.b, tile.row, tile.first + (j * config.subtile_n[i] - config.store_first[i]))
+        if config.shared_epilogue or config.owners:
             for k in gl.static_range(len(self.descs)):
                 if tile.which == k:
                     tma_store(self.descs[k], at, self.box(i, j, self.descs[k], group))
@@ -656,6 +691,22 @@ class Epilogue:
     def store_deferred(self, deferred, tile, j: gl.constexpr, group: gl.constexpr):
         """A subtile that waited in registers while the next tile's first products were asked for."""
         self.write(unpack_pairs(deferred[j], self.descs[0].dtype), 0, j, tile, group)
+
+    @gluon.jit
+    def publish(self, owner, row, problem):
+        """Counts a tile of `owners` that is stored, its part from `row` on, and tells the owner once a chunk of its rows is
+        complete (`expressions/chunks.py`). Every thread waits for its own copies, and then all meet."""
+        config: gl.constexpr = self.config
+        if owner >= 0:
+            stores_done()
+            barrier()
+            words, there = self.choose(self.side, owner)
+            tiles_m = gl.cdiv(problem.M, config.tile_m)
+            chunk = row // (config.chunk_m * config.tile_m)
+            tiles = gl.minimum(tiles_m - chunk * config.chunk_m, config.chunk_m) * gl.cdiv(problem.N, config.result_n)
+            counter = config.counters_at + 4 * (chunk * config.owners + owner)
+            flag = config.flags_at + 4 * chunk * config.owners
+            publish(words.to(gl.int64), there.to(gl.int64), counter, tiles * config.left_boxes - 1, flag)
 
     @gluon.jit
     def load_aux(self, first: gl.constexpr, tile, group: gl.constexpr):

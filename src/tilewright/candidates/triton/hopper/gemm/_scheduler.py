@@ -15,7 +15,8 @@ from tilewright.candidates.triton.runtime._gluon import aggregate_of
 
 @aggregate_of
 class Problem:
-    """Matrices of the batch and their extents; with `stream_k`, tiles from number `whole_tiles` on are shared out along K."""
+    """Matrices of the batch and their extents; with `stream_k`, tiles from number `whole_tiles` on are shared out along K; with
+    `owners`, rows of a matrix are a rank's, and `whole_tiles` is the number of the one whose tiles come first."""
 
     B: gl.tensor
     M: gl.tensor
@@ -64,6 +65,9 @@ class TileScheduler:
             return b, m * 2 + gl.program_id(0) % 2, n, k0, k1
         elif self.config.normalises:  # a cluster has whole rows
             return t // self.tiles_m, t % self.tiles_m, gl.program_id(0) % self.config.row_blocks, k0, k1
+        elif self.config.owners:
+            b, m, n = by_chunks(t, self.tiles_m, self.tiles_n, self.problem.B, self.config.chunk_m)
+            return (b + self.problem.whole_tiles) % self.problem.B, m, n, k0, k1
         else:
             b, m, n = rasterise(t, self.tiles_m, self.tiles_n, self.config.group_m)
             return b, m, n, k0, k1
@@ -122,3 +126,15 @@ def rasterise(t, tiles_m, tiles_n, group_m: gl.constexpr):
     r = r % (group_m * tiles_n)
     rows = gl.minimum(tiles_m - group * group_m, group_m)
     return b, group * group_m + r % rows, r // rows
+
+
+@gluon.jit
+def by_chunks(t, tiles_m, tiles_n, owners, chunk_m: gl.constexpr):
+    """Tile number -> number of the owner, tile row, tile column: `chunk_m` tile rows of each owner in turn, then the next ones.
+    So all ranks store to another one each at any time, and a chunk of all owners is done as early as may be."""
+    chunk = t // (owners * chunk_m * tiles_n)
+    r = t - chunk * (owners * chunk_m * tiles_n)
+    rows = gl.minimum(tiles_m - chunk * chunk_m, chunk_m)
+    owner = r // (rows * tiles_n)
+    r = r % (rows * tiles_n)
+    return owner, chunk * chunk_m + r % rows, r // rows

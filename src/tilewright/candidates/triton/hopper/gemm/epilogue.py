@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 
+from tilewright.candidates.triton.expressions.chunks import STATEMENTS
 from tilewright.candidates.triton.expressions.emit import Emitter, Tile, pointer_of
 from tilewright.candidates.triton.expressions.text import KernelSource, Text
 from tilewright.candidates.triton.hopper.fast_math import FastMath
@@ -45,7 +46,7 @@ def write(spec: KernelSpec) -> KernelSource:
     operands = descriptors[: len(spec.operands)]
     by_letter = [[n for n in descriptors[len(operands) :] if n[0] == letter] for letter in "cd"]
     block_scales = [f"p{scales.lhs}", f"p{scales.rhs}"] if scales else []
-    problem = [*spec.extents] if config.stream_k else [*spec.extents, "0"]
+    problem = [*spec.extents] if config.stream_k or config.owners else [*spec.extents, "0"]
     given = [_tuple(names) for names in (*by_letter, [*spec.scratch], block_scales, problem)]
     return module.instance(
         spec.kernel,
@@ -55,7 +56,7 @@ def write(spec: KernelSpec) -> KernelSource:
         {name: (_annotated(arguments), _of_each_store(bodies)) for name, (arguments, bodies) in functions.items()},
         numbers.numbers,
         [*spec.scratch, *spec.extents],
-        f"rewritten by {REWRITE_DIGEST}",
+        f"rewritten by {REWRITE_DIGEST}{f', statements of {STATEMENTS}' if config.owners else ''}",
     )
 
 
@@ -123,7 +124,11 @@ def _lines(spec: KernelSpec, i: int, store: Store, numbers: Text) -> str:
 
 
 def _choice(spec: KernelSpec, numbers: Text) -> list[str]:
-    """The body of `choose`: of stores that share an epilogue the one, by the first column, its column there, and its leaves."""
+    """The body of `choose`: of stores that share an epilogue the one, by the first column, its column there, and its leaves; of
+    `owners` the memory, by number."""
+    if spec.config.owners:
+        others = [line for r in range(1, spec.config.owners) for line in (f"if col == {r}:", f"    there = to{r}")]
+        return ["there = to0", *others, "return own, there"]
     if not spec.config.shared_epilogue:
         return ["return ()"]
     first, held = spec.stores[0], spec.plan.in_registers

@@ -7,6 +7,7 @@ from functools import partial
 
 import torch
 
+from tilewright.candidates.triton.expressions.exchange import SHARED
 from tilewright.candidates.triton.hopper.arch import SM_90
 from tilewright.candidates.triton.hopper.gemm.epilogue import write
 from tilewright.candidates.triton.hopper.gemm.plan import Matrix
@@ -25,6 +26,7 @@ from tilewright.candidates.triton.hopper.ptx import (
 from tilewright.candidates.triton.runtime.launch import caller
 from tilewright.candidates.triton.runtime.module import Built, build, launcher
 from tilewright.ir.graph import toposort
+from tilewright.ir.mesh import Symmetric
 from tilewright.ir.ops import Dequantize, Param
 from tilewright.schedule.candidate import Runner
 from tilewright.schedule.packed import packed_once
@@ -66,14 +68,21 @@ def _rewrites(spec: KernelSpec) -> list[Rewrite]:
     return found
 
 
-def runner(spec: KernelSpec, built: Built, weights: Mapping[int, torch.Tensor]) -> Runner:
-    """A function that runs a kernel on sources."""
+def runner(spec: KernelSpec, built: Built, weights: Mapping[int, torch.Tensor], memory: Symmetric | None = None) -> Runner:
+    """A function that runs a kernel on sources; `memory`: of the ranks into whose memory its store goes (`chunks`)."""
     arguments, config, target = spec.arguments, spec.config, spec.plan.target
-    numbers = [*spec.extents.values(), *built.numbers]
+    extents, outputs, shared = spec.extents, spec.plan.problem.outputs, dict[int, torch.Tensor]()
+    if spec.chunks is not None:
+        assert memory is not None
+        spec.chunks.prepare(memory)
+        words = spec.chunks.words(memory)
+        shared = dict(enumerate([*spec.chunks.sent(memory), words[memory.own], *words], SHARED))
+        extents, outputs = extents | {"next_rank": (memory.own + 1) % spec.chunks.ranks}, ()
+    numbers = [*extents.values(), *built.numbers]
     start = launcher(built.kernel, (spec.tile.blocks,), target.index, numbers=numbers)
     views = [a.view for a in arguments if a.view is not None]
     start = with_descriptors(start, views, built.kernel.metadata.tensordesc_meta)
-    constant, operands, given = dict(weights), dict[int, Matrix](), list[Pointer]()
+    constant, operands, given = {**weights, **shared}, dict[int, Matrix](), list[Pointer]()
     for at, a in enumerate(arguments):
         if a.result is not None:
             given.append(Pointer("result", a.result))
@@ -90,8 +99,7 @@ def runner(spec: KernelSpec, built: Built, weights: Mapping[int, torch.Tensor]) 
         partial_sums = 2 * spec.tile.blocks * config.tile_m * config.padded_n * spec.acc.size_bytes(1)
         arrivals = spec.tile.stream_k * config.consumers * (2 if config.multicast else 1)
         given += [Pointer("scratch", partial_sums), Pointer("counters", arrivals)]
-    problem = spec.plan.problem
-    return caller(start, given, len(problem.types), problem.outputs, constant, target, operands=operands)
+    return caller(start, given, len(spec.plan.problem.types), outputs, constant, target, operands=operands)
 
 
 def _packed(matrix: Matrix, weights: Mapping[int, torch.Tensor]) -> torch.Tensor:

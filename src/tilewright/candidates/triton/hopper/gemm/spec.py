@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, ClassVar, Self
 
+from tilewright.candidates.triton.expressions.chunks import COUNTERS, Chunks
+from tilewright.candidates.triton.expressions.exchange import SHARED
 from tilewright.candidates.triton.expressions.printer import pointer_type
 from tilewright.candidates.triton.hopper.gemm.plan import HopperGemm, Matrix
 from tilewright.candidates.triton.hopper.gemm.row_norm import RowNorm
@@ -58,6 +60,10 @@ class KernelConfig(TileConfig):
     some_rows: bool  # of the last tiles do not exist
     consumer_registers: int  # of a thread, of 64K in all
     producer_registers: int  # of a thread of the warp that loads: more where words are asked for as well
+    owners: int = 0  # ranks into whose memory tiles go, each of which owns the rows of a matrix of the batch; 0: they stay here
+    chunk_m: int = 0  # tile rows of an owner that it is told of at once
+    counters_at: int = 0  # places of counters and of flags in a rank's memory
+    flags_at: int = 0
 
     @property
     def result_n(self) -> int:
@@ -181,6 +187,7 @@ class KernelSpec:
         acc: type of the sums.
         stores: the results.
         norm: what is normalised, and the norm, none without one; they are like stores that nothing is written of.
+        chunks: the memory of ranks into which the one store goes, if it does: rows of each matrix of the batch are a rank's.
     """
 
     plan: HopperGemm
@@ -188,6 +195,7 @@ class KernelSpec:
     acc: DType
     stores: tuple[Store, ...]
     norm: tuple[Store, ...]
+    chunks: Chunks | None = field(default=None, kw_only=True)
 
     kernel: ClassVar[str] = "tilewright.candidates.triton.hopper.gemm._kernel.gemm"
 
@@ -227,6 +235,13 @@ class KernelSpec:
             "consumer_registers": 240,
             "producer_registers": 24,
         }
+        if self.chunks is not None:
+            constants |= {
+                "owners": self.chunks.ranks,
+                "chunk_m": self.chunks.chunk // tile.tile_m,
+                "counters_at": COUNTERS,
+                "flags_at": self.chunks.flags[0],
+            }
         return KernelConfig(**constants)
 
     def at(self, problem: Problem, tile: TileConfig, values: Mapping[str, int]) -> Self:
@@ -259,7 +274,14 @@ class KernelSpec:
         sources = {n.op.index for n in read if isinstance(n.op, Param)}
         sources |= {self.plan.scales.lhs, self.plan.scales.rhs} if self.plan.scales else set()
         found = [*self.operands]
-        found += [Argument(f"c{i}_desc", _tma_type(t, s.view), s.view, result=i) for i, s, t in stores if s.view]
+        if self.chunks is None:
+            found += [Argument(f"c{i}_desc", _tma_type(t, s.view), s.view, result=i) for i, s, t in stores if s.view]
+        else:  # tiles of each rank, then the memory of this one, and of all
+            ((_, s, t),), ranks = stores, range(self.chunks.ranks)
+            assert s.view is not None
+            found += [Argument(f"c{r}_desc", _tma_type(t, s.view), s.view, SHARED + r) for r in ranks]
+            names = ["own", *(f"to{r}" for r in ranks)]
+            found += [Argument(name, "*i32", source=SHARED + len(ranks) + i) for i, name in enumerate(names)]
         for i, s in enumerate(each):
             if s.aux and isinstance(s.aux[0].op, Param):
                 leaf, view = s.aux
@@ -278,6 +300,8 @@ class KernelSpec:
         """The problem's extents, by the kernel's names; with stream-K, the number of tiles that are whole, too."""
         plan, shared = self.plan, self.tile.stream_k
         given = {"B": plan.batch, "M": plan.M, "N": plan.N, "K": plan.K}
+        if self.chunks is not None:
+            return given | {"next_rank": 0}  # the runner says which
         return given | ({"whole_tiles": plan.tiles(self.tile) - shared} if shared else {})
 
 

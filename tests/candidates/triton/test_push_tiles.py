@@ -1,0 +1,202 @@
+"""Products whose epilogue stores tiles into the memory of the ranks that own their rows: ranks in one address space, launches in
+turns."""
+
+import dataclasses
+import re
+
+import pytest
+import torch
+from ptx import H200, Fault
+from pushed import late, results, right, summed
+
+from tilewright.lowering.stages import chosen_of, joined
+
+pytest.importorskip("triton")
+
+from tilewright.candidates.triton.expressions import chunks as chunks_module
+from tilewright.candidates.triton.expressions import exchange
+from tilewright.candidates.triton.hopper.gemm import epilogue
+from tilewright.candidates.triton.hopper.gemm.run import compiled
+from tilewright.candidates.triton.hopper.gemm.tile import TileConfig
+from tilewright.candidates.triton.push_tiles.candidate import CANDIDATE, Way
+from tilewright.candidates.triton.push_tiles.sums import Adders
+from tilewright.candidates.triton.runtime.module import assembly, needs
+from tilewright.schedule.candidate import Schedule, plan_for, refusal
+
+LIMIT_S = 1e-3  # to wait for a rank: of the machine, whose clock counts steps
+TURNS = (1, 20)  # rounds of a rank, one of which may come to be a call ahead
+FEW = dataclasses.replace(H200, cores=2)
+BF16 = "bf16[128,64] @ bf16[128,64]^T -> bf16"
+
+
+def point(problem, chunks=2, blocks=2, **knobs):
+    """A small tile, with the first kernel behind."""
+    plan = plan_for(CANDIDATE, problem, FEW)
+    tile = TileConfig(64, 64, plan.gemm.tile_k, 3, 16, False, False, False, False, blocks, 0)
+    tile = dataclasses.replace(tile, **knobs)
+    own = Schedule.of_point(tile, chunks=chunks, spare=0)
+    return joined(Schedule(), [("hopper", own), (plan.tail.name, next(iter(plan.tail.plan.schedules())))])
+
+
+@pytest.mark.parametrize(
+    ("line", "ranks", "how", "knobs"),
+    [
+        ("bf16[192,64] @ bf16[72,64]^T -> bf16", 2, {"scatter": True, "then": ""}, {}),
+        ("bf16[256,64] @ bf16[64,64]^T -> bf16", 4, {"scatter": True, "then": "add"}, {"blocks": 1}),
+        ("bf16[256,64] @ bf16[64,64]^T -> bf16", 2, {}, {}),
+        ("f16[96,64] @ f16[64,64]^T -> f16", 3, {"then": "add"}, {}),
+        ("bf16[192,64] @ bf16[72,64]^T -> f32", 2, {"then": ""}, {"chunks": 1}),
+        ("bf16[128,128] @ s4[64,128]^T group=64 -> bf16", 2, {"then": "add"}, {}),
+        ("bf16[64,192]^T @ bf16[72,64]^T -> bf16", 2, {"scatter": True}, {}),
+        ("f8e4m3fn[192,128] scale=channel @ f8e4m3fn[48,128]^T scale=channel -> bf16", 2, {}, {}),
+        ("f8e4m3fn[160,128] scale=channel @ f8e4m3fn[48,128]^T scale=channel -> bf16", 2, {"scatter": True}, {"tile_m": 128}),
+    ],
+)
+def test_sums_over_ranks_and_what_follows(line, ranks, how, knobs):
+    """Rows that all ranks get or each its own, in the types of programs, several calls in turns drawn by lot."""
+    p = summed(line, ranks, **how)
+    right(CANDIDATE, p, ranks, point(p, **knobs), calls=2, seed=len(line), target=FEW)
+
+
+@pytest.mark.parametrize("scatter", [True, False])
+@pytest.mark.parametrize("knobs", [{"pingpong": True}, {"tile_m": 128, "tile_n": 128, "deferred_store": True}])
+def test_tiles_that_are_stored_while_others_are_multiplied(scatter, knobs):
+    """Two warpgroups in turns, and results that wait in registers; what is under way ends as late as it may."""
+    p = summed("bf16[192,128] @ bf16[256,128]^T -> bf16", 2, scatter=scatter, then="")
+    right(CANDIDATE, p, 2, point(p, blocks=1, **knobs), seed=1, target=FEW, late=True)
+
+
+def test_all_ranks_get_the_same_bits():
+    p = summed("bf16[192,64] @ bf16[64,64]^T -> bf16", 3, then="")
+    found = results(CANDIDATE, p, 3, point(p), calls=2, seed=5, target=FEW)
+    for call in range(2):
+        assert all(torch.equal(found[0][call][1][0], found[r][call][1][0]) for r in (1, 2))
+
+
+def found_wrong(calls=2, most=8, scatter=True, **how):
+    """Tell whether some order of ranks shows that results are wrong, or that one waits for ever."""
+    p = summed(BF16, 2, scatter=scatter, then="")
+    for seed in range(most):
+        try:
+            right(CANDIDATE, p, 2, point(p, blocks=1), calls, seed=seed, target=FEW, limit_s=LIMIT_S, **how)
+        except (AssertionError, Fault):
+            return True
+    return False
+
+
+def planted(monkeypatch, module, name, old, new):
+    made = getattr(module, name)
+
+    def other(*given):
+        text = made(*given)
+        whole = text if isinstance(text, str) else "\n".join(text)
+        if old not in whole:
+            raise RuntimeError(f"{old} is not in {whole}")  # which nobody takes for a fault that was found
+        return whole.replace(old, new) if isinstance(text, str) else whole.replace(old, new).split("\n")
+
+    monkeypatch.setattr(module, name, other)
+
+
+def changed(old, new):
+    """A change of the product's machine code alone."""
+
+    def change(ptx):
+        if "wgmma" not in ptx:
+            return ptx
+        found, times = re.subn(old, new, ptx)
+        if not times:
+            raise RuntimeError(f"{old} is not in the machine code")
+        return found
+
+    return change
+
+
+@pytest.mark.parametrize("scatter", [True, False])
+def test_a_kernel_that_does_not_wait_is_found(monkeypatch, scatter):
+    planted(monkeypatch, chunks_module, "_wait", "sub.s32 f, f, v;", "mov.b32 f, 0;")
+    assert found_wrong(scatter=scatter)
+
+
+def test_a_flag_set_behind_the_first_tile_is_found():
+    assert found_wrong(change=changed(r"setp.eq.u32 q, c, %r\d+;", "setp.eq.u32 q, c, 0;"))
+
+
+def test_a_flag_set_before_the_tile_is_in_memory_is_found():
+    assert found_wrong(change=changed(r"cp.async.bulk.wait_group 0;", ""), late=True)
+
+
+def test_a_flag_that_is_never_set_is_found():
+    assert found_wrong(calls=1, most=1, change=changed(r"@q st.relaxed.sys.global.b32 \[a\], e;", ""))
+
+
+def test_a_flag_with_another_rank_than_the_owner_is_found(monkeypatch):
+    planted(monkeypatch, epilogue, "_choice", "to0", "to1")
+    assert found_wrong(calls=1, most=1)
+
+
+def test_a_tile_with_another_rank_than_the_owner_is_found(monkeypatch):
+    sent = chunks_module.Chunks.sent
+    monkeypatch.setattr(chunks_module.Chunks, "sent", lambda self, memory: sent(self, memory)[::-1])
+    assert found_wrong(calls=1, most=1)
+
+
+def test_one_slot_for_all_calls_is_found(monkeypatch):
+    """A rank that is ahead writes where one that is behind still reads."""
+    monkeypatch.setattr(chunks_module.Chunks, "slot", lambda self, room: 0)
+    assert found_wrong(calls=3, most=16, turns=TURNS)
+
+
+def test_a_call_that_is_not_counted_is_found(monkeypatch):
+    planted(monkeypatch, exchange, "_end", "add.s32 t, $1, 1;", "mov.b32 t, $1;")
+    assert found_wrong()
+
+
+def test_sums_of_which_the_first_program_tells_are_found(monkeypatch):
+    planted(monkeypatch, chunks_module, "_arrival", "setp.eq.u32 q, c, 1;", "setp.eq.u32 q, c, 0;")
+    assert found_wrong(scatter=False)
+
+
+@pytest.mark.parametrize("scatter", [True, False])
+def test_what_keeps_to_the_protocol_passes_the_same_orders(scatter):
+    assert not found_wrong(most=3, scatter=scatter)
+    assert not found_wrong(calls=3, most=2, scatter=scatter, turns=TURNS)
+
+
+def test_a_rank_that_does_not_come_is_named_to_the_host():
+    """The wait ends by itself, that of no other program takes as long, and the host finds which rank it was."""
+    p = summed(BF16, 2, scatter=True, then="")
+    never = changed(r"@q st.relaxed.sys.global.b32 \[a\], e;", "")
+    results(CANDIDATE, p, 2, point(p), seed=1, limit_s=50e-6, target=FEW, change=never)
+    assert all(rank in (1, 2) for rank in late[-1])
+
+
+@pytest.mark.parametrize(
+    ("line", "ranks", "scatter", "why"),
+    [
+        ("bf16[64,96] @ bf16[32,96]^T -> bf16", 2, True, "64 rows for 2 ranks: 65 and more"),
+        ("bf16[129,96] @ bf16[32,96]^T -> bf16", 2, False, "129 rows for 2 ranks: 65 and more, shared out evenly"),
+        ("bf16[128,96] @ bf16[33,96]^T -> bf16", 2, False, "rows of 33 columns do not lie one after the other"),
+        ("s8[128,96] @ s8[32,96]^T -> s32", 2, False, "add of s32: sums of f32, bf16 or f16"),
+        ("bf16[2,64,96] @ bf16[2,96,32] -> bf16", 2, False, "several matrices, scales by blocks"),
+    ],
+)
+def test_what_is_not_stored_by_tiles_is_refused_with_a_sentence(line, ranks, scatter, why):
+    assert why in refusal(CANDIDATE, summed(line, ranks, scatter=scatter, then=""), H200)
+
+
+def test_machine_code_has_flags_for_the_system_and_no_multicast():
+    """All points of a layer of Llama's on four ranks; nothing spills."""
+    for line in ("bf16[512,2048] @ bf16[8192,2048]^T -> bf16",):
+        for scatter in (True, False):
+            plan = plan_for(CANDIDATE, summed(line, 4, scatter=scatter, then="add"), H200)
+            (_, own), _ = chosen_of(plan.schedules()[0])
+            product = compiled(plan.spec(own.point(TileConfig), own.point(Way))).kernel
+            ptx = product.asm["ptx"]
+            assert "atom.acq_rel.sys" in ptx and "fence.acq_rel.sys" in ptx and "multimem" not in ptx
+            assert re.search(r"cp\.async\.bulk\.wait_group \s*0;", ptx)
+            assert needs(product).spills == 0
+            assert ".SYS" in assembly(product)
+            if not scatter:
+                between = Adders(plan.chunks(own.point(TileConfig), own.point(Way)), 64, H200).build().kernel
+                assert "ld.acquire.sys" in between.asm["ptx"] and "multimem" not in between.asm["ptx"]
+                assert needs(between).spills == 0
