@@ -109,4 +109,6 @@ def built_on_one(rank: int) -> object:
 
 def test_a_kernel_that_one_rank_has_not_is_refused_on_all():
     for schedule, rejected in cast("list[Any]", job(built_on_one, 2).answers()):
-        assert schedule.startswith("reduce=ranks") and "rank 1: failed to build" in rejected[0] and "no room here" in rejected[0]
+        assert (
+            schedule.startswith("reduce=ranks") and "rank 1: failed to build" in rejected[0] and "no room here" in rejected[0]
+        )
