@@ -14,12 +14,11 @@ from typing import cast
 import torch
 
 from tilewright.dtype import BF16, F32
-from tilewright.errors import UnsupportedError
 from tilewright.hardware.target import Target
 from tilewright.ir.graph import Node
 from tilewright.ir.mesh import team
 from tilewright.ir.ops import AllReduce, ReduceScatter
-from tilewright.lowering.stages import BY, Stage, Stages, chosen_of, joined
+from tilewright.lowering.stages import BY, Stage, Stages, chosen_of, joined, plan_of_piece
 from tilewright.schedule.candidate import (
     CPU,
     FUSION,
@@ -29,11 +28,7 @@ from tilewright.schedule.candidate import (
     Kernel,
     Runner,
     Schedule,
-    concerns,
-    discover,
-    plan_for,
 )
-from tilewright.schedule.candidate import Plan as AnyPlan
 from tilewright.schedule.problem import AnyProblem, FusionProblem, Problem
 from tilewright.schedule.search import search
 
@@ -76,7 +71,7 @@ class Plan:
         if BY not in dict(schedule.knobs):
             return False
         pieces = zip(self.pieces(), chosen_of(schedule), strict=True)
-        return all(point in _plan_of(p, name, self.target).schedules() for p, (name, point) in pieces)
+        return all(point in plan_of_piece(p, name, self.target).schedules() for p, (name, point) in pieces)
 
     def of_pieces(self, schedule: Schedule, chosen: Sequence[tuple[str, Schedule]]) -> Schedule:
         """A point with candidate and point of each piece."""
@@ -91,7 +86,7 @@ class Plan:
         pieces, target = self.pieces(), self.target
         if BY in dict(schedule.knobs):
             chosen = zip(pieces, chosen_of(schedule), strict=True)
-            kernels = [_plan_of(p, name, target).build(point) for p, (name, point) in chosen]
+            kernels = [plan_of_piece(p, name, target).build(point) for p, (name, point) in chosen]
         else:
             kernels = [search(p, target, budget_s=PIECE_BUDGET_S).kernel for p in pieces]
             schedule = self.of_pieces(schedule, [(k.candidate, k.schedule) for k in kernels])
@@ -180,18 +175,6 @@ def plan(problem: Problem | FusionProblem, target: Target) -> Plan:
     """Take every gemm and fusion that holds operations between ranks."""
     found = Stages(problem)
     return Plan(problem, target, tuple(found.stages), found.results)
-
-
-def _plan_of(piece: AnyProblem, name: str, target: Target) -> AnyPlan:
-    """The plan of a piece's candidate.
-
-    Raises:
-        UnsupportedError: there is no such candidate, or it refuses.
-    """
-    found = next((c for c in discover() if c.name == name and concerns(c, piece, target)), None)
-    if found is None:
-        raise UnsupportedError(f"{name}: there is no such candidate", where=str(piece))
-    return plan_for(found, piece, target)
 
 
 CANDIDATE = Candidate("sequential", GEMM | FUSION, CPU | GPU, 50, plan, ranks="several")

@@ -15,9 +15,9 @@ import itertools
 import math
 import threading
 from collections import Counter
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextvars import ContextVar, copy_context
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol, TypeVar, cast
 
 from tilewright.errors import InputError, TilewrightError, TypeMismatchError, UnsupportedError
@@ -231,6 +231,7 @@ class Symmetric:
             for in vain.
         group: torch's name of the group; "" where it is none of torch's.
         limit_s: seconds that a kernel waits for another rank.
+        turns: numbers of the calls that take turns in it, which each rank counts by itself.
     """
 
     buffers: tuple[torch.Tensor, ...]
@@ -238,6 +239,7 @@ class Symmetric:
     late: torch.Tensor
     group: str = ""
     limit_s: float = 5.0
+    turns: Iterator[int] = field(default_factory=itertools.count, compare=False)
 
 
 class Team(Protocol):

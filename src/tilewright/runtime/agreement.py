@@ -280,13 +280,23 @@ class Agreed:
     def _built(
         self, plan: BetweenPlan, schedule: Schedule, checked: _Checked | None
     ) -> tuple[Kernel | None, Runner | None, str]:
-        """A point's kernel and runner, or why there is none."""
+        """A point's kernel and runner, or why there is none. Where one rank has no kernel, none prepares its own: then ranks
+        may agree on memory that they share, which takes all of them."""
+        kernel, why = None, ""
         if checked is None:
-            return None, None, "its results cannot be checked"
+            why = "its results cannot be checked"
+        else:
+            try:
+                kernel = kernel_of(plan, schedule)
+            except Exception as error:  # a candidate may raise anything
+                why = failure("failed to build", error)
+        if any(self._team.peers.gathered(why, str, "the kernels compiled")) or kernel is None or checked is None:
+            return None, None, why
         try:
-            kernel = kernel_of(plan, schedule)
             return kernel, kernel.prepare(checked.weights), ""
-        except Exception as error:  # a candidate may raise anything
+        except PeerError:
+            raise
+        except Exception as error:
             return None, None, failure("failed to build", error)
 
     def _searched(self, problem: AnyProblem, plans: Mapping[Candidate, BetweenPlan], checked: _Checked | None) -> Decision:

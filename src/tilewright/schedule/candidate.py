@@ -13,6 +13,7 @@ from functools import cache, lru_cache, wraps
 from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar, cast, runtime_checkable
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -110,7 +111,22 @@ class Kernel:
     text: str = ""
 
 
+# Given a runner's sources and memory for all its results (dense, from a multiple of 16 bytes on), writes them there.
+Writer = Callable[[Sequence[torch.Tensor], Sequence[torch.Tensor]], object]
+
+_writers: WeakKeyDictionary[Runner, Writer] = WeakKeyDictionary()
 _texts: ContextVar[list[str] | None] = ContextVar("texts", default=None)
+
+
+def writing(runner: Runner, writer: Writer) -> Runner:
+    """The runner, of which `writer_of` gives the writer from now on."""
+    _writers[runner] = writer
+    return runner
+
+
+def writer_of(runner: Runner) -> Writer | None:
+    """A runner's writer, which runs as it does and writes into memory; None where results are to be copied there."""
+    return _writers.get(runner)
 
 
 def generated(text: str) -> None:

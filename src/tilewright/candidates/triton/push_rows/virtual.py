@@ -3,8 +3,9 @@ are no several GPUs."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import count
 
 import torch
 
@@ -53,6 +54,7 @@ class VirtualRank:
 
     def __init__(self, ranks: VirtualRanks, rank: int) -> None:
         self.mesh, self.rank, self._ranks = ranks.mesh, rank, ranks
+        self._turns: dict[tuple[tuple[int, ...], int], Iterator[int]] = {}
 
     def exchange(self, value: torch.Tensor, over: Sequence[str], fold: Callable[[list[torch.Tensor]], Result]) -> Result:
         raise UnsupportedError("virtual ranks run one after the other, and exchange nothing on the host")
@@ -64,4 +66,5 @@ class VirtualRank:
         group = self.mesh.group(self.rank, tuple(over))
         buffers, late = self._ranks.of_group(tuple(group), size)
         at = group.index(self.rank)
-        return Symmetric(tuple(buffers), at, late[at], limit_s=self._ranks.limit_s)
+        turns = self._turns.setdefault((tuple(group), size), count())
+        return Symmetric(tuple(buffers), at, late[at], limit_s=self._ranks.limit_s, turns=turns)

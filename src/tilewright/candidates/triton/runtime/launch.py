@@ -15,7 +15,7 @@ from tilewright.hardware.target import Target
 from tilewright.ir.artefact import Kind
 from tilewright.ir.literal import bits_of
 from tilewright.ir.types import TensorType
-from tilewright.schedule.candidate import Runner
+from tilewright.schedule.candidate import Runner, writing
 from tilewright.schedule.guard import visible
 from tilewright.schedule.problem import FusionProblem
 from tilewright.schedule.recipe import Launched, MachineCode, Operand, Parts, Pointer, describe, recipe_of
@@ -90,14 +90,19 @@ def caller(
     make = maker([t for i, t in enumerate(outputs) if i not in dict(placed)], target.device)
     launch = start.run
 
-    def run(tensors: Sequence[torch.Tensor], _kept: object = constant) -> list[torch.Tensor]:  # by its address alone
+    def run(
+        tensors: Sequence[torch.Tensor],
+        made: list[torch.Tensor] | None = None,
+        _kept: object = constant,  # by its address alone
+    ) -> list[torch.Tensor]:
         found, held = addresses(fixed, read, tensors)
         for at, operand in evaluated:
             held.append(operand.copied(tensors))
             found[at] = held[-1].data_ptr()
-        made = make()
-        for i, place in placed:
-            made.insert(i, place)
+        if made is None:
+            made = make()
+            for i, place in placed:
+                made.insert(i, place)
         for at, i in results:
             found[at] = made[i].data_ptr()
         for at, size in scratch:
@@ -116,7 +121,10 @@ def caller(
         evaluated = tuple(operand.recipe(i, parts) for i, operand in copied.items())
         return Launched(code, tuple(given), tuple(map(Kind.of, outputs)), own, evaluated)
 
-    return describe(on(target.index, run), recipe)
+    def write(tensors: Sequence[torch.Tensor], results: Sequence[torch.Tensor]) -> None:
+        on(target.index, lambda given: run(given, [*results]))(tensors)
+
+    return writing(describe(on(target.index, run), recipe), write)
 
 
 def arrays_of(problem: FusionProblem) -> list[TensorType]:
