@@ -266,8 +266,11 @@ class AnyShape:
         """The instance for values of the dims, by name.
 
         Raises:
-            InputError: a value is missing, or outside its bounds.
+            InputError: a value is missing, outside its bounds, or of no dim.
         """
+        if not values.keys() <= self.dims.keys():
+            unknown, hint = min(values.keys() - self.dims.keys()), f"there are {', '.join(self.dims)}"
+            raise InputError(f"no dim is called {unknown!r}", where=self.source.name, hint=hint)
         for name, dim in self.dims.items():
             if name not in values:
                 raise InputError(f"no value for dim {name!r}", where=self.source.name, hint=f"one of {dim}")
