@@ -21,6 +21,7 @@ from transformer_exports import exported, feeds, quiet
 
 import tilewright.onnx_backend
 import tilewright.ort
+from tilewright import any_shape
 from tilewright.errors import InputError, UnsupportedError
 from tilewright.ort import InferenceSession, OrtValue, RunOptions, SessionOptions
 
@@ -343,6 +344,52 @@ def test_memory_bound_for_something_else_is_refused():
         ours.run_with_iobinding(binding)
 
 
+@pytest.mark.parametrize(
+    ("bind", "message"),
+    [
+        (lambda b: b.bind_cpu_input("z", floats(2, 24)), r"no input is called 'z' \(IOBinding\)\n  try: one of x"),
+        (lambda b: b.bind_cpu_input("x", 3), r"an argument of type int \(input 'x'\)"),
+        (lambda b: b.bind_output("z"), r"no output is called 'z' \(IOBinding\)\n  try: one of top, y"),
+        (lambda b: b.bind_output(3), "no output is called 3"),
+        (lambda b: b.bind_input("x", "cpu", 0, np.float32, "ab", 64), r"\['a', 'b'\] is no shape \(input 'x'\)"),
+        (lambda b: b.bind_input("x", "cpu", 0, np.float32, [-2, 24], 64), r"\[-2, 24\] is no shape \(input 'x'\)"),
+        (lambda b: b.bind_input("x", "cpu", 0, np.float32, [2, 24], 0), r"0 is no address \(input 'x'\)"),
+        (lambda b: b.bind_output("y", "cpu", 0, np.float32, [2, 8], "y"), r"'y' is no address \(output 'y'\)"),
+    ],
+)
+def test_wrong_bindings_have_sentences(bind, message):
+    with pytest.raises(InputError, match=message):
+        bind(InferenceSession(dense(2), budget_s=0).io_binding())
+
+
+def test_bounds_of_open_extents_may_be_given():
+    ours = InferenceSession(dense(), budget_s=0, dims={"rows": (1, 8)})
+    assert ours.program.dims["rows"].high == 8
+    theirs = onnxruntime.InferenceSession(dense().SerializeToString())
+    for rows in (3, 20):  # the second lies outside, and is compiled for itself
+        assert ours.run(["y"], {"x": floats(rows, 24)})[0].shape == theirs.run(["y"], {"x": floats(rows, 24)})[0].shape
+    assert len(ours._kept) == 1
+    fixed = InferenceSession(dense(), budget_s=0, input_dims={"x": (2, 24)})
+    assert fixed.run(["y"], {"x": floats(2, 24)})[0].shape == (2, 8)
+    with pytest.raises(InputError, match=r"shape \[3, 24\] given, f32\[2,24\] wanted"):
+        fixed.run(["y"], {"x": floats(3, 24)})
+
+
+def test_a_shape_that_is_met_often_gets_kernels_of_its_own_behind_the_calls(monkeypatch):
+    """Calls that find their program at once are counted, too."""
+    monkeypatch.setattr(any_shape, "MET", 5)
+    ours = InferenceSession(dense(), background=True, budget_s=2)
+    ours.program.at(rows=7).wait()
+    for _ in range(7):
+        ours.run(None, {"x": floats(7, 24)})
+    assert [*ours.program._special] == [(("rows", 7),)]
+    monkeypatch.setattr(any_shape, "MET", 1 << 30)
+    for rows in range(8, 8 + any_shape.KEPT + 1):  # of so many the first is made anew
+        ours.program.at(rows=rows)
+    ours.run(None, {"x": floats(7, 24)})
+    assert next(r for r in ours._ready.values()).program is ours.program.at(rows=7)
+
+
 def test_values_stay_values():
     ours = InferenceSession(dense(4), budget_s=0)
     x = floats(4, 24)
@@ -416,6 +463,9 @@ def test_wrong_feeds_have_sentences(names, feed, message):
         ({"providers": [None]}, r"None is no provider \(providers\)\n  try: \"CPUExecutionProvider\", or"),
         ({"providers": [("CPUExecutionProvider",)]}, r"\('CPUExecutionProvider',\) is no provider"),
         ({"provider_options": 3}, r"an argument of type int \(provider_options\)"),
+        ({"provider_options": ["x"]}, r"an argument of type str \(provider_options\)"),
+        ({"budget_s": "x"}, r"an argument of type str \(budget_s\)"),
+        ({"dims": {"row": (1, 8)}}, r"axis 0 \('rows'\) has no size"),
         ({"provider_options": [{"device_id": "x"}]}, r"device_id=x \(provider_options\)\n  try: the number of a device"),
         ({"sess_options": 3}, r"an argument of type int \(sess_options\)"),
         ({"sess_options": SessionOptions(intra_op_num_threads=-1)}, "threads=-1 is no number of threads"),
@@ -424,7 +474,7 @@ def test_wrong_feeds_have_sentences(names, feed, message):
 )
 def test_wrong_arguments_of_a_session_have_sentences(given, message):
     with pytest.raises(InputError, match=message):
-        InferenceSession(dense(), **given, budget_s=0)
+        InferenceSession(dense(), **{"budget_s": 0, **given})
 
 
 def test_a_session_is_neither_pickled_nor_copied():
@@ -442,6 +492,9 @@ def test_values_of_something_else_have_sentences():
         (lambda: OrtValue.ortvalue_from_shape_and_type((-1, 2), np.float32), r"\[-1, 2\] is no shape"),
         (lambda: OrtValue.ortvalue_from_shape_and_type((1, 2), "foo"), r"'foo' is no element type \(element_type\)"),
         (lambda: InferenceSession(dense(2), budget_s=0).set_providers([3]), "3 is no provider"),
+        (lambda: SessionOptions().add_initializer("w", 3), r"an argument of type int \(initializer 'w'\)"),
+        (lambda: InferenceSession(dense(2), budget_s=0).run_with_ort_values(None, 3), r"type int \(input_dict_ort_values\)"),
+        (lambda: InferenceSession(dense(2), budget_s=0).run_async(None, {}, None, None), r"type NoneType \(callback\)"),
         (lambda: SessionOptions().add_free_dimension_override_by_name("rows", "3"), r"'3' is no extent \(rows\)"),
         (lambda: SessionOptions().add_free_dimension_override_by_denotation("BATCH", -1), r"-1 is no extent \(BATCH\)"),
     ):
@@ -610,6 +663,20 @@ def test_the_compiled_backend_is_onnxs_own_interface():
     x = floats(2, 3)
     m = one("Relu", {"x": x})
     np.testing.assert_array_equal(backend.run_model(m, [x], budget_s=0)[0], np.maximum(x, 0))
+    both_of = [floats(2, 3), floats(2, 3)]
+    add = helper.make_node("Add", ["a", "b"], ["c"])
+    np.testing.assert_array_equal(backend.run_node(add, both_of, budget_s=0)[0], both_of[0] + both_of[1])
+    np.testing.assert_array_equal(backend.Backend.run_node(add, both_of, opset_version=14)[0], both_of[0] + both_of[1])
+    assert not backend.supports_device(3)
+    for use, message in (
+        (lambda: backend.prepare(3), r"an argument of type int \(model\)"),
+        (lambda: backend.run_model(m, 3), r"an argument of type int \(inputs\)"),
+        (lambda: backend.run_node(3, []), r"an argument of type int \(node\)"),
+        (lambda: backend.run_node(add, 3), r"an argument of type int \(inputs\)"),
+        (lambda: backend.run_node(add, both_of[:1]), r"2 inputs wanted, 1 given \(Add node\)"),
+    ):
+        with pytest.raises(InputError, match=message):
+            use()
     with pytest.raises(InputError, match="no device 'TPU'"):
         backend.prepare(m, "TPU")
     m.graph.input[0].type.tensor_type.shape.dim[0].dim_param = "n"

@@ -57,7 +57,7 @@ def one_product(folder, version="0.1", **planted):
 @needs_triton
 def test_a_triton_gemm_of_another_package_is_explained_and_a_planted_mistake_is_refused(tmp_path):
     mistake = EXAMPLE.replace("range(0, K, TILE)", "range(0, K - 1, TILE)").replace("example_gemm", "planted_gemm")
-    assert mistake.count("planted_gemm") == 2 and "K - 1" in mistake
+    assert mistake.count("planted_gemm") == 1 and "K - 1" in mistake
     files = {"example_gemm.py": EXAMPLE, "planted_gemm.py": mistake}
     install(tmp_path, "example-gemm", files, {CANDIDATES: {"sound": "example_gemm", "planted": "planted_gemm:CANDIDATE"}})
     program = """

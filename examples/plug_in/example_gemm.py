@@ -1,17 +1,10 @@
 """A plain Triton gemm, one block of the result at a time."""
 
-import os
-from functools import partial
-
 import torch
 import triton
 import triton.language as tl
 
-from tilewright.candidates.library import kernel_of_call
-from tilewright.dtype import BF16, F16, F32
-from tilewright.schedule.candidate import CPU, GEMM, GPU, Candidate, FixedPlan, Refusal, Schedule
-
-DEVICES = CPU | GPU if os.environ.get("TRITON_INTERPRET") == "1" else GPU  # its interpreter takes tensors of the CPU
+from tilewright.candidates.library import candidate_of_call
 
 
 @triton.jit
@@ -34,16 +27,5 @@ def multiply(a, b, tile):
     return c
 
 
-def plan(problem, target):
-    if problem.lhs.dtype is not problem.rhs.dtype or problem.lhs.dtype not in (F32, F16, BF16) or problem.batch != 1:
-        return Refusal("it multiplies two matrices of one type: f32, f16 or bf16")
-    if len(problem.acc.shape) != 2 or problem.acc.dtype is not F32:
-        return Refusal("it multiplies matrices without batch axes, and adds up in f32")
-    return FixedPlan([Schedule.of(tile=64), Schedule.of(tile=32)], partial(build, problem))
-
-
-def build(problem, schedule):  # the operands' casts and the epilogue are torch's, before and after the product
-    return kernel_of_call("example_gemm", schedule, problem, partial(multiply, tile=schedule["tile"]))
-
-
-CANDIDATE = Candidate("example_gemm", GEMM, DEVICES, 5, plan)
+DEVICES = {"cuda"} if isinstance(gemm, triton.JITFunction) else {"cpu", "cuda"}  # Triton's interpreter takes tensors of a CPU
+CANDIDATE = candidate_of_call("example_gemm", multiply, [{"tile": 64}, {"tile": 32}], DEVICES)

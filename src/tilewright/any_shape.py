@@ -133,11 +133,13 @@ class AnyShape:
         target: where it runs.
         compiled: how many times the program was read and rewritten: once, unless a shape made rules decide otherwise.
         made: how many instances were made.
+        background: a search goes on behind instances, also for kernels of those shapes alone that are called often.
     """
 
     target: Target
     compiled: int
     made: int
+    background: bool
 
     def __init__(
         self,
@@ -167,7 +169,8 @@ class AnyShape:
             database: what is known of problems.
             threads: threads for calls on a CPU.
         """
-        self.target, self._threads, self._budget_s, self._background = target, threads, budget_s, background
+        self.target, self._threads, self._budget_s = target, threads, budget_s
+        self.background = background and budget_s > 0
         self._read, self._make, self._search_for, self._database = read, make, search_for, database
         self._kept = Recent[Values, Program](KEPT, self._forget)
         self._decided = Recent[AnyProblem, Decision](MOST_DECIDED)
@@ -265,8 +268,11 @@ class AnyShape:
         """The instance for values of the dims, by name.
 
         Raises:
-            InputError: a value is missing, or outside its bounds.
+            InputError: a value is missing, outside its bounds, or of no dim.
         """
+        if not values.keys() <= self.dims.keys():
+            unknown, hint = min(values.keys() - self.dims.keys()), f"there are {', '.join(self.dims)}"
+            raise InputError(f"no dim is called {unknown!r}", where=self.source.name, hint=hint)
         for name, dim in self.dims.items():
             if name not in values:
                 raise InputError(f"no value for dim {name!r}", where=self.source.name, hint=f"one of {dim}")
@@ -277,7 +283,7 @@ class AnyShape:
             found = self._kept.find(key)
             if found is None:
                 found = self._kept[key] = self._instance(values, self._choice)
-            elif self._background and self._budget_s > 0:
+            elif self.background:
                 self._specialised(key, found)
         return found
 
@@ -441,7 +447,7 @@ class AnyShape:
                     region.packings.setdefault(key, family)
         codes = [code for r in self._regions for code in r.ranged.every]
         watch(program, self._choice(region, made, parts, keys, shape), codes, self._give_up)
-        if self._background and self._budget_s > 0:
+        if self.background:
             self._searched_on(program, region, parts, keys)
         self.made += 1
         return program

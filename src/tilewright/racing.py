@@ -73,7 +73,7 @@ def race(
     its results. It may not replace functions of torch or `time`, nor leave threads at work.
 
     All are called on other data, then on the same in that memory and in other memory, and several times more. They take turns
-    while they are timed. Before each call an element of each input is written over (on a GPU the inputs count as written to,
+    while they are timed. Before each call the elements of each input are shifted on (on a GPU the inputs count as written to,
     `Tensor._version`), and at the end some elements are others. So what remembers results does its work each time, or is wrong.
     Functions run in a process of their own, so that one that crashes or does not come back is out, and the others go on. Where
     a function cannot be sent there, all run in this process, which `notes` say.

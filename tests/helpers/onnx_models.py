@@ -83,7 +83,7 @@ def theirs(m: onnx.ModelProto | str, feeds: Arrays) -> list[np.ndarray]:
 
 
 def native(graph: Graph) -> bool:
-    """Tell whether nothing is left to onnx's reference evaluator."""
+    """Tell whether nothing is left to torch, or to onnx's reference evaluator."""
     return not any(n.op.name == "call" for n in graph.nodes())
 
 

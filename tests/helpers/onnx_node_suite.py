@@ -39,7 +39,8 @@ class Outcome:
     Attributes:
         name: of the case.
         op: operator under test; of an expanded case, the one that was expanded.
-        status: "native" (every node read as the graph's own), "call" (passes with the reference evaluator's help), "fail".
+        status: "native" (every node read as the graph's own), "torch" (passes with operators of torch), "call" (with the
+            reference evaluator's help), "fail".
         reason: of a failure, or why there is a call.
     """
 
@@ -90,8 +91,9 @@ def _outcome(case: Any, op: str, prepare: Callable[[Any], Any]) -> Outcome:
         drawn = "draws random numbers: no two runs agree"
         return Outcome(case.name, op, "fail", drawn if op == "Bernoulli" else _reason(case, error))
     graphs = [graph for graph, _ in prepared.graphs.values()]
-    called = sorted({n.op.target for g in graphs for n in g.nodes() if n.op.name == "call"})
-    return Outcome(case.name, op, "call" if called else "native", ", ".join(called))
+    called = sorted({(n.op.library, n.op.target) for g in graphs for n in g.nodes() if n.op.name == "call"})
+    status = "native" if not called else "torch" if {library for library, _ in called} == {"torch"} else "call"
+    return Outcome(case.name, op, status, ", ".join(target for _, target in called))
 
 
 def _reason(case: Any, error: Exception) -> str:

@@ -158,6 +158,7 @@ class Scope:
     strict: bool = False
     _asked: dict[str, int] = field(default_factory=dict[str, int])
     _fixed: set[str] = field(default_factory=set[str])
+    _numbers: dict[Guard, str | None] = field(default_factory=dict["Guard", "str | None"])  # that code asked for
 
     def expect(self, hints: Mapping[str, int], fixed: Iterable[str] = ()) -> Scope:
         """The scope itself, which takes these hints for dims yet to come; those that are `fixed` are these numbers."""
@@ -213,11 +214,10 @@ class Scope:
     def numbers(self) -> list[str]:
         """A sentence for each set of dims that was asked for its number, so that what was made holds for one value alone."""
         asked: dict[str, dict[str, None]] = {}
-        for guard, who in self.guards.items():
-            if isinstance(guard, Guard) and guard.relation == "==" and guard.answer and not isinstance(guard.right, Extent):
-                atoms = {a.key for m, _ in terms_of(guard.left) for a in m}
-                if atoms and atoms <= self.dims.keys():
-                    asked.setdefault(" and ".join(sorted(atoms)), {})[who or "the program"] = None
+        for guard, who in self._numbers.items():
+            atoms = {a.key for m, _ in terms_of(guard.left) for a in m}
+            if atoms and atoms <= self.dims.keys():
+                asked.setdefault(" and ".join(sorted(atoms)), {})[who or "the program"] = None
         return [
             f"for each {names} it is read and rewritten anew: {_first_few([*who])} cannot take an open extent there"
             for names, who in asked.items()
@@ -229,7 +229,9 @@ class Scope:
 
     def number(self, extent: int, value: int) -> int:
         """Give the number that code asks of an extent, with a guard that the extent is it."""
-        self.guards.setdefault(Guard("==", extent, value, True), _asking.get())
+        guard = Guard("==", extent, value, True)
+        self.guards.setdefault(guard, _asking.get())
+        self._numbers.setdefault(guard, _asking.get())
         return value
 
     def found(self, what: str, holds: Callable[[Mapping[str, int]], bool]) -> None:

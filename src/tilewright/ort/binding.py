@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
-from tilewright.errors import InputError
+from tilewright.errors import InputError, check_type
 from tilewright.ir.types import TensorType
 from tilewright.ort.options import SessionError
-from tilewright.ort.values import OrtValue, device, dtype_of, fill, taken
+from tilewright.ort.values import OrtValue, device, fill, kind_of, taken
 from tilewright.runtime.arrays import at_address
 
 if TYPE_CHECKING:
@@ -23,24 +23,41 @@ class IOBinding:
 
     def __init__(self, session: InferenceSession) -> None:
         self._session = session
+        self._taken = {i.name for i in (*session.get_inputs(), *session.get_overridable_initializers())}
+        self._given = {o.name for o in session.get_outputs()}
         self._inputs: dict[str, object] = {}
         self._outputs: dict[str, torch.Tensor | str] = {}  # memory, or a device
         self._results: dict[str, OrtValue] = {}
 
     def bind_cpu_input(self, name: str, arr_on_cpu: np.ndarray) -> None:
-        """Read an input from a NumPy array."""
-        self._inputs[name] = arr_on_cpu
+        """Read an input from a NumPy array.
+
+        Raises:
+            SessionError: the model has no such input.
+            InputError: it is no array.
+        """
+        check_type(arr_on_cpu, (np.ndarray,), f"input {name!r}", "a NumPy array")
+        self._inputs[self._input(name)] = arr_on_cpu
 
     def bind_input(
         self, name: str, device_type: str, device_id: int, element_type: Any, shape: Sequence[int], buffer_ptr: int
     ) -> None:
-        """Read an input from contiguous memory at an address, which must outlive the binding."""
-        kind = TensorType(dtype_of(element_type), tuple(shape))
-        self._inputs[name] = at_address(buffer_ptr, kind, device(device_type, device_id))
+        """Read an input from contiguous memory at an address, which must outlive the binding.
+
+        Raises:
+            SessionError: the model has no such input.
+            InputError: it is no address, no shape, or there is no such type or device.
+        """
+        place, where = device(device_type, device_id), f"input {name!r}"
+        self._inputs[self._input(name)] = _memory(buffer_ptr, kind_of(element_type, shape, where), place, where)
 
     def bind_ortvalue_input(self, name: str, ortvalue: Any) -> None:
-        """Read an input from a value."""
-        self._inputs[name] = taken(ortvalue)
+        """Read an input from a value.
+
+        Raises:
+            SessionError: the model has no such input.
+        """
+        self._inputs[self._input(name)] = taken(ortvalue)
 
     def bind_output(
         self,
@@ -54,20 +71,23 @@ class IOBinding:
         """Write an output to contiguous memory at an address, or, without one, to new memory on a device.
 
         Raises:
-            SessionError: an address is given without a shape or an element type.
+            SessionError: the model has no such output, or an address is given without a shape or an element type.
+            InputError: it is no address, no shape, or there is no such type or device.
         """
-        place = device(device_type, device_id)
+        name, place = self._output(name), device(device_type, device_id)
         if buffer_ptr is None:
             self._outputs[name] = place
             return
         if shape is None or element_type is None:
             raise SessionError("an address without shape and element type", where=f"output {name!r}", hint="give both")
-        self._outputs[name] = at_address(buffer_ptr, TensorType(dtype_of(element_type), tuple(shape)), place)
+        where = f"output {name!r}"
+        self._outputs[name] = _memory(buffer_ptr, kind_of(element_type, shape, where), place, where)
 
     def bind_ortvalue_output(self, name: str, ortvalue: Any) -> None:
         """Write an output into a value's memory.
 
         Raises:
+            SessionError: the model has no such output.
             InputError: it is no `OrtValue`.
         """
         if not isinstance(ortvalue, OrtValue):
@@ -75,7 +95,7 @@ class IOBinding:
             raise InputError(
                 f"the memory of a {type(ortvalue).__name__} cannot be written", where=f"output {name!r}", hint=hint
             )
-        self._outputs[name] = ortvalue.tensor
+        self._outputs[self._output(name)] = ortvalue.tensor
 
     def clear_binding_inputs(self) -> None:
         """Forget the inputs."""
@@ -118,3 +138,32 @@ class IOBinding:
             elif isinstance(value, torch.Tensor) and not (place == "cpu" and value.is_cpu):
                 value = value.to(place)
             self._results[name] = OrtValue(value, dtype)
+
+    def _input(self, name: str) -> str:
+        return _known(name, self._taken, "input")
+
+    def _output(self, name: str) -> str:
+        return _known(name, self._given, "output")
+
+
+def _known(name: object, names: Collection[str], what: str) -> str:
+    """A name that the model has.
+
+    Raises:
+        SessionError: it has it not.
+    """
+    if not isinstance(name, str) or name not in names:
+        hint = f"one of {', '.join(sorted(names))}"
+        raise SessionError(f"no {what} is called {name!r}", where="IOBinding", hint=hint)
+    return name
+
+
+def _memory(address: object, kind: TensorType, place: str, where: str) -> torch.Tensor:
+    """Memory at an address of a device.
+
+    Raises:
+        InputError: it is none.
+    """
+    if not isinstance(address, int) or (address <= 0 and kind.elements):
+        raise InputError(f"{address!r} is no address", where=where, hint="array.ctypes.data, or tensor.data_ptr()")
+    return at_address(address, kind, place)

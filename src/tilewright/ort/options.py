@@ -13,7 +13,7 @@ from pathlib import Path
 from time import perf_counter_ns, time_ns
 from typing import TYPE_CHECKING, Any, cast
 
-from tilewright.errors import InputError, UnsupportedError
+from tilewright.errors import InputError, UnsupportedError, check_type
 from tilewright.files import decoded, write_whole
 from tilewright.ort.values import OrtValue
 
@@ -139,10 +139,16 @@ class SessionOptions(_Entries):
         self._denoted[denotation] = _extent(denotation, value)
 
     def add_initializer(self, name: str, ortvalue: Any) -> None:
-        """Take a value in place of an initializer of the model."""
-        self._initializers[name] = (
-            ortvalue if isinstance(ortvalue, OrtValue) else OrtValue.ortvalue_from_numpy(ortvalue.numpy())
-        )
+        """Take a value in place of an initializer of the model.
+
+        Raises:
+            InputError: it is no `OrtValue`.
+        """
+        if not isinstance(ortvalue, OrtValue):
+            if not hasattr(ortvalue, "numpy"):
+                check_type(ortvalue, OrtValue, f"initializer {name!r}", "tilewright.ort.OrtValue.ortvalue_from_numpy(array)")
+            ortvalue = OrtValue.ortvalue_from_numpy(ortvalue.numpy())
+        self._initializers[name] = ortvalue
 
     def add_external_initializers(self, names: Sequence[str], ortvalues: Sequence[Any]) -> None:
         """Take values in place of initializers whose data lie in files."""

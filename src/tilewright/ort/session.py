@@ -7,6 +7,7 @@ import inspect
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from os import PathLike
 from pathlib import Path
 from time import perf_counter_ns
@@ -77,18 +78,20 @@ class _Ready:
     """A program, with what a call asks of it.
 
     Attributes:
+        asked: gives the program where a shape that is met often may get kernels of its own behind the calls (`AnyShape.at`).
         inputs: by name; None for those that are no arrays.
         dtypes: element types of results.
         converted: the same, but None where a tensor's own memory is the array.
     """
 
     program: Program
+    asked: Callable[[], Program] | None
     inputs: list[tuple[str, Wanted | None]]
     dtypes: list[DType]
     converted: list[DType | None]
 
     @staticmethod
-    def of(program: Program) -> _Ready:
+    def of(program: Program, asked: Callable[[], Program] | None) -> _Ready:
         inputs: list[tuple[str, Wanted | None]] = []
         for node in caller_inputs(program.graph):
             name = cast("Any", node.op).label
@@ -97,7 +100,7 @@ class _Ready:
         dtypes = [n.dtype for n in program.graph.outputs]
         known = program.target.device == "cpu"
         converted = [None if known and d is not OPAQUE and d.to_numpy().isbuiltin == 1 else d for d in dtypes]
-        return _Ready(program, inputs, dtypes, converted)
+        return _Ready(program, asked, inputs, dtypes, converted)
 
 
 class InferenceSession:
@@ -122,7 +125,8 @@ class InferenceSession:
             providers: the first of `CPUExecutionProvider` and `CUDAExecutionProvider` (with `device_id` among its options) says
                 the device; the CPU if there are none. Others are passed over, and said.
             provider_options: options of each provider, in order.
-            options: of `tilewright.compile`: `budget_s`, `background=True` for a session that is there at once, `half`, …
+            options: of `tilewright.compile`: `budget_s`, `background=True` for a session that is there at once, `half`, …. Open
+                extents have no bounds but those in `dims`.
 
         Raises:
             InputError: the model is missing or malformed, or no provider is one of those.
@@ -148,6 +152,8 @@ class InferenceSession:
         self._profile, begun = Profile(self._sess_options.profile_file_prefix) if profiled else None, perf_counter_ns()
         self._providers = _chosen(providers, provider_options)
         self._options = options
+        self._dims: Any = options.pop("dims", True)
+        self._given_dims: Mapping[str, Sequence[int]] = options.pop("input_dims", None) or {}
         threads = getattr(self._sess_options, "intra_op_num_threads", 0)
         if threads:
             options.setdefault("threads", threads)
@@ -189,13 +195,17 @@ class InferenceSession:
         self._overridden: dict[frozenset[str], InferenceSession] = {}
         self._any: Program | AnyShape | None = None
         if not self._leaves_open:
-            self._any = compile(self._source, **self._options)
-        else:
+            dims = False if self._dims is True else self._dims
+            self._any = compile(self._source, dims=dims, input_dims=self._given_dims, **self._options)
+        elif self._dims is not False:
+            open_ = {"dims": self._dims, "input_dims": self._given_dims}
             try:
-                self._any = cast("Program | AnyShape", compile(self._source, dims=True, **self._options))
+                self._any = cast("Program | AnyShape", compile(self._source, **open_, **self._options))
                 if isinstance(self._any, AnyShape):
                     self._any.make_first()
             except (InputError, TypeMismatchError, UnsupportedError) as error:
+                if self._dims is not True or (error.where or "").partition(" ")[0] in self._options:
+                    raise
                 LOGGER.info("%s is compiled for each shape: %s", self._meta.graph_name or "the model", error.what)
         known = self._any.source.outputs if self._any is not None else [None] * len(self._results)
         names = {e for i in self._inputs for e in i.shape}
@@ -237,7 +247,12 @@ class InferenceSession:
     def run_with_ort_values(
         self, output_names: Sequence[str] | None, input_dict_ort_values: Mapping[str, Any], run_options: Any = None
     ) -> list[OrtValue]:
-        """Run the model on values, and leave results on the device."""
+        """Run the model on values, and leave results on the device.
+
+        Raises:
+            InputError: as `run`.
+        """
+        check_type(input_dict_ort_values, Mapping, "input_dict_ort_values", '{"x": value}')
         found = self.values(output_names, {name: taken(v) for name, v in input_dict_ort_values.items()})
         return [OrtValue(v, dtype) for v, dtype in found]
 
@@ -249,7 +264,12 @@ class InferenceSession:
         user_data: Any,
         run_options: Any = None,
     ) -> None:
-        """Run the model in a thread, which calls `callback(results, user_data, error)`; the error is "" if all went well."""
+        """Run the model in a thread, which calls `callback(results, user_data, error)`; the error is "" if all went well.
+
+        Raises:
+            InputError: the callback is no function.
+        """
+        check_type(callback, (Callable,), "callback", "a function of results, user_data and an error")
 
         def work() -> None:
             try:
@@ -297,8 +317,8 @@ class InferenceSession:
         given = self._checked(feed)
         key = tuple([getattr(v, "shape", ()) for v in given.values()])
         ready = self._ready.find(key)
-        if ready is None:
-            ready = self._ready[key] = _Ready.of(self._program_for(given))
+        if ready is None or (ready.asked is not None and ready.asked() is not ready.program):
+            ready = self._ready[key] = _Ready.of(*self._program_for(given))
         values: list[Any] = [given[name] if wanted is None else wanted.take(given[name]) for name, wanted in ready.inputs]
         return ready, picked, ready.program.run_apart(values)
 
@@ -405,26 +425,29 @@ class InferenceSession:
                     model.graph.initializer.extend(kept)
 
                 model = _changed(self._source, open_)
-                self._overridden[names] = InferenceSession(model, None, list(self._providers), **self._options)
+                dims = {"dims": self._dims, "input_dims": self._given_dims}
+                self._overridden[names] = InferenceSession(model, None, list(self._providers), **dims, **self._options)
             return self._overridden[names]
 
-    def _program_for(self, given: Mapping[str, object]) -> Program:
-        """The program for inputs of these shapes."""
+    def _program_for(self, given: Mapping[str, object]) -> tuple[Program, Callable[[], Program] | None]:
+        """The program for inputs of these shapes, and how an instance of a program with open extents is asked for again."""
         shapes = {n: tuple(v.shape) for n, v in given.items() if isinstance(v, (np.ndarray, np.generic, torch.Tensor))}
         program = self._any
         if program is not None and not isinstance(program, AnyShape):
-            return program
+            return program, None
         if program is not None:
             try:
-                return program.at(**program.values_of((), given))
+                asked = partial(program.at, **program.values_of((), given))
+                return asked(), asked if program.background else None
             except InputError as error:  # beyond a bound, or of another rank: what it says of one shape is to the point
                 LOGGER.debug("compiled for one shape: %s", error.what)
         key = tuple(shapes.get(i.name, ()) for i in self._inputs)
         with self._lock:
             found = self._kept.find(key)
             if found is None:
-                found = self._kept[key] = compile(self._source, input_dims=self._open(shapes), dims=False, **self._options)
-            return found
+                dims = {**self._given_dims, **self._open(shapes)}
+                found = self._kept[key] = compile(self._source, input_dims=dims, dims=False, **self._options)
+            return found, None
 
     def _open(self, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
         """The shapes of inputs that leave extents open."""
@@ -460,7 +483,9 @@ def _chosen(
     providers: Sequence[str | tuple[str, Mapping[str, Any]]] | None, options: Sequence[Mapping[str, Any]] | None
 ) -> dict[str, str]:
     """The first provider that there is kernels for, with the device that it names."""
-    check_type(options, (Sequence, type(None)), "provider_options", "[{...}], one for each provider")
+    for one in (options, *(options if isinstance(options, Sequence) else ())):
+        kinds = (Sequence, type(None)) if one is options else (Mapping,)
+        check_type(one, kinds, "provider_options", "[{...}], one for each provider")
     wanted = [_named(one) for one in _listed(providers) or ["CPUExecutionProvider"]]
     for i, (name, given) in enumerate(wanted):
         given = given or (options[i] if options is not None and i < len(options) else {})

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, cast
 
 import numpy as np
@@ -13,6 +13,7 @@ from tilewright.dtype import from_numpy as numpy_dtype
 from tilewright.errors import InputError, check_type
 from tilewright.frontends.onnx.tensors import element_code, element_type
 from tilewright.ir.arrays import from_numpy, to_numpy
+from tilewright.ir.types import TensorType
 from tilewright.runtime.arrays import from_dlpack, is_numpy
 
 _STRING = 8  # of TensorProto's element types
@@ -59,11 +60,9 @@ class OrtValue:
         Raises:
             InputError: it is no shape, or there is no such type or device.
         """
-        dtype = dtype_of(element_type)
-        extents = tuple(shape)
-        if not all(hasattr(e, "__index__") and e >= 0 for e in extents):
-            raise InputError(f"{list(extents)} is no shape", where="OrtValue", hint="whole numbers, 0 or more")
-        return OrtValue(torch.empty(extents, dtype=dtype.to_torch(), device=device(device_type, device_id)), dtype)
+        kind = kind_of(element_type, shape, "OrtValue")
+        memory = torch.empty(kind.shape, dtype=kind.dtype.to_torch(), device=device(device_type, device_id))
+        return OrtValue(memory, kind.dtype)
 
     @staticmethod
     def from_dlpack(data: Any) -> OrtValue:
@@ -176,6 +175,19 @@ def dtype_of(given: Any) -> DType:
         return numpy_dtype(np.dtype(given))
     except TypeError as error:
         raise InputError(f"{given!r} is no element type", where="element_type", hint="numpy.float32") from error
+
+
+def kind_of(element_type: Any, shape: object, where: str) -> TensorType:
+    """The type of an array, by its element type and its shape.
+
+    Raises:
+        InputError: it is no shape, or there is no such type.
+    """
+    dtype = dtype_of(element_type)
+    extents: tuple[Any, ...] = tuple(cast("Iterable[Any]", shape)) if isinstance(shape, Iterable) else (shape,)
+    if not all(hasattr(e, "__index__") and e >= 0 for e in extents):
+        raise InputError(f"{list(extents)} is no shape", where=where, hint="whole numbers, 0 or more")
+    return TensorType(dtype, extents)
 
 
 def device(kind: str, index: int) -> str:

@@ -109,9 +109,9 @@ def _tensors(given: object, sources: Sequence[torch.Tensor], problem: ContestPro
 class ContestBench(Bench):
     """A bench for a `ContestProblem`, whose key 0 is a program that is trusted.
 
-    Before each call that is timed, an element of each input is written over on a CPU, and on a GPU they count as written to: a
-    function that remembers a result does its work each time. One that looks at a few elements alone is found afterwards
-    (`results`). What a function replaced in torch or in `time` is put back, and it is out.
+    Before each call that is timed, all elements of each input are others on a CPU, and on a GPU they count as written to: a
+    function that remembers a result, or a part of one, does its work each time. One that looks at a few elements alone is found
+    afterwards (`results`). What a function replaced in torch or in `time` is put back, and it is out.
     """
 
     dense: bool = True
@@ -128,6 +128,7 @@ class ContestBench(Bench):
         if target.device == "cpu":
             self._before = self._between  # untimed
             self._draw = torch.Generator().manual_seed(0)
+            self._shifts: dict[int, int] = {}
 
     def _drawn(self, given: Mapping[int, torch.Tensor]) -> Sequence[torch.Tensor]:
         return self._contest.values
@@ -150,14 +151,15 @@ class ContestBench(Bench):
         self._told(key)
 
     def _between(self) -> None:
-        """Make the next call's inputs others than those before, and look at what the last call left."""
+        """Shift the elements of the next call's inputs on, round their ends, and look at what the last call left."""
         self._blame(self._ran)
         self._ran = self._next
-        for t in self._sources:
-            if t.numel():
-                at, source = (int(i) for i in torch.randint(t.numel(), (2,), generator=self._draw))
-                rows = _elements(t)
-                rows[at] = rows[source]
+        for i, (t, given) in enumerate(zip(self._sources, self._contest.values, strict=True)):
+            if t.numel() > 1:  # by another number than the last time
+                by = self._shifts.get(i, 0) + int(torch.randint(1, t.numel(), (), generator=self._draw))
+                at = self._shifts[i] = by % t.numel()
+                shifted, whole = _elements(t), _elements(given)
+                shifted[: len(whole) - at], shifted[len(whole) - at :] = whole[at:], whole[:at]
         touch(self._sources)
 
     def _blame(self, key: int) -> None:

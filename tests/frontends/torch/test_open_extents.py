@@ -7,7 +7,7 @@ from torch.export import Dim as TorchDim
 from torch.export import export
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
-from tilewright import Dim
+from tilewright import Dim, errors
 from tilewright.compiler import compile
 from tilewright.errors import InputError, UnsupportedError
 from tilewright.frontends import LoadOptions, load
@@ -205,3 +205,61 @@ def test_what_torch_would_have_to_run_with_an_open_extent_is_refused():
 
     with pytest.raises((UnsupportedError, InputError)):
         compile(Sampled(), example_inputs=(torch.randn(5, 4),), dims={"x.0": (2, 9)}, budget_s=0)
+
+
+class Of(nn.Module):
+    """A function of a layer's result."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.layer, self.function = nn.Linear(8, 4), function
+
+    def forward(self, x):
+        return self.function(self.layer(x))
+
+
+@pytest.mark.parametrize(
+    "function",
+    [lambda y: y[: y.shape[0] // 2], lambda y: y[::2], lambda y: y[1::2]],
+    ids=["half", "every second", "the others"],
+)
+@pytest.mark.parametrize("low", [1, 3])
+def test_a_part_of_an_open_extent_may_be_one_or_none(function, low):
+    """Of which torch.export's own guards say that it may not."""
+    module = Of(function).eval()
+    program = compile(module, example_inputs=(torch.randn(4, 8),), dims={"x.0": (low, 64)}, budget_s=0)
+    for rows in (low, 3, 5, 17, 64):
+        x = torch.randn(rows, 8)
+        torch.testing.assert_close(program(x), module(x), rtol=1e-4, atol=1e-5)
+    assert program.compiled <= 2
+
+
+def test_the_bounds_that_torch_suggests_are_told():
+    with pytest.raises(InputError, match=r"bounds as torch suggests: x_0 = Dim\('x_0', min=3, max=64\)"):
+        compile(Of(lambda y: y[-3:-1]).eval(), example_inputs=(torch.randn(4, 8),), dims={"x.0": (1, 64)}, budget_s=0)
+
+
+def test_a_comparison_that_holds_for_one_length_is_no_number_that_is_asked(caplog, monkeypatch):
+    monkeypatch.setattr(errors, "_said", set())
+    program = compile(Of(lambda y: y[-2:]).eval(), example_inputs=(torch.randn(4, 8),), dims={"x.0": (2, 64)}, budget_s=0)
+    with caplog.at_level("WARNING", "tilewright"):
+        for rows in (2, 3, 9, 64):
+            assert program(torch.randn(rows, 8)).shape == (2, 4)
+    assert program.compiled == 2
+    assert "read and rewritten anew" not in caplog.text
+
+
+def test_as_many_elements_as_the_data_say():
+    module = Of(lambda y: (y > 0).nonzero()).eval()
+    x = torch.randn(4, 8)
+    program = compile(module, example_inputs=(x,), dims={"x.0": (1, 64)}, budget_s=0)
+    torch.testing.assert_close(program(x), module(x))
+    many = torch.randn(64, 8)
+    with pytest.raises(InputError, match="these inputs take another way"):
+        program(many)
+
+
+def test_a_value_of_no_dim_is_refused():
+    program = compile(nn.Linear(4, 2).eval(), example_inputs=(torch.randn(3, 4),), dims={"input.0": (1, 9)}, budget_s=0)
+    with pytest.raises(InputError, match=r"no dim is called 'rows' \(Linear\)\n  try: there are input_0"):
+        program.at(rows=3)

@@ -7,17 +7,19 @@ epilogue runs afterwards, op by op on torch.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence, Set
+from functools import partial
 from typing import Any, cast
 
 import torch
 
-from tilewright.dtype import DType
+from tilewright.dtype import BF16, F16, F32, DType
+from tilewright.hardware.target import DeviceKind, Target
 from tilewright.ir.anchor import acc_of
 from tilewright.ir.evaluate import evaluate_nodes
 from tilewright.ir.graph import Node, substitute, toposort
 from tilewright.ir.ops import Acc, Convert, Dequantize, Param, Slice
-from tilewright.schedule.candidate import Kernel, Runner, Schedule
+from tilewright.schedule.candidate import GEMM, Candidate, FixedPlan, Kernel, Refusal, Runner, Schedule
 from tilewright.schedule.packed import packed_once
 from tilewright.schedule.problem import Problem
 
@@ -110,6 +112,42 @@ def kernel_of_call(
         return run
 
     return Kernel(candidate, schedule, prepare, **resources)
+
+
+def candidate_of_call(
+    name: str,
+    multiply: Callable[..., torch.Tensor],
+    points: Sequence[Mapping[str, int | str | bool]],
+    devices: Set[DeviceKind],
+    *,
+    dtypes: Sequence[DType] = (F32, F16, BF16),
+    preference: int = 5,
+) -> Candidate:
+    """A candidate of a function that multiplies matrices: `multiply(a, b, **point)`, of [M, K] and [K, N] in any strides, gives
+    the product [M, N] in f32. Operands' casts and the epilogue are torch's, before it and after.
+
+    Args:
+        name: what reports call it.
+        multiply: the function; what its module says of itself describes the candidate.
+        points: the arguments that it may be called with, best guess first.
+        devices: kinds of device whose tensors it takes.
+        dtypes: types that both operands may have.
+        preference: below 10 for one that makes code of its own; orders candidates where nothing is measured.
+    """
+
+    def plan(problem: Problem, target: Target) -> FixedPlan | Refusal:
+        a, b, acc = problem.lhs.dtype, problem.rhs.dtype, problem.acc
+        if a is not b or a not in dtypes or acc.dtype is not F32 or acc.rank != 2:
+            types = ", ".join(d.name for d in dtypes)
+            return Refusal(f"it multiplies two matrices of one type ({types}) into f32, not {a} and {b} into {acc}")
+
+        def build(schedule: Schedule) -> Kernel:
+            return kernel_of_call(name, schedule, problem, partial(multiply, **dict(schedule.knobs)))
+
+        return FixedPlan([Schedule.of(**point) for point in points], build)
+
+    plan.__module__ = multiply.__module__
+    return Candidate(name, GEMM, frozenset(devices), preference, plan)
 
 
 def _is_slice_of(node: Node, acc: Node) -> bool:

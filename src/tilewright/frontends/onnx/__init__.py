@@ -21,7 +21,9 @@ if TYPE_CHECKING:
     from onnx.backend.base import Backend
 
 OLDEST, NEWEST = 13, 28
-_CONVERTERS = "attention contrib contrib_attention elementwise matmul norm pool qlinear quantize shape"  # register theirs
+_CONVERTERS = (
+    "attention by_torch contrib contrib_attention elementwise matmul norm pool qlinear quantize shape"  # register theirs
+)
 
 
 def accepts(program: object) -> bool:

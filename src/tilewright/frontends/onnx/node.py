@@ -78,6 +78,7 @@ class OpNode:
         scope, context: the names it sees, and the operator versions in force.
         known: value of a source that follows from shapes and small constants alone, else None.
         read_tensor: makes a constant of a tensor, which messages call by the second argument.
+        note: takes a sentence for the user.
         version: version of the operator's definition in force, once that is found.
     """
 
@@ -89,6 +90,7 @@ class OpNode:
     context: Context
     known: KnownValues
     read_tensor: Callable[[onnx.TensorProto, str], Node]
+    note: Callable[[str], object]
     version: int = 1
 
     @property

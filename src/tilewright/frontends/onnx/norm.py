@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 from tilewright.dtype import F16, F32, F64, S64, DType
+from tilewright.frontends.onnx.by_torch import cumulative_sum
 from tilewright.frontends.onnx.node import Converter, OpNode, converts
 from tilewright.frontends.onnx.tensors import element_type
 from tilewright.frontends.unmodelled import Unmodelled
@@ -129,15 +130,14 @@ def _place_of(x: Node, axis: int, function: str, last: bool) -> Node:
 def _cumsum(op: OpNode) -> Node:
     """A cumulative sum of few integers along one axis: a product with a triangle of ones.
 
-    Floats are left to ONNX's own operator: an infinity times the triangle's zeros would reach the elements before it.
+    Floats are left to torch: an infinity times the triangle's zeros would reach the elements before it. So are many integers: a
+    product's work grows with their square.
     """
     x = op.input(0)
     axis = op.normal_axis(op.known_ints(1)[0], len(x.shape))
     n = x.shape[axis]
-    if x.dtype.is_float:
-        raise Unmodelled("an infinity would reach the sums before it")
-    if n > MOST_SUMMED:
-        raise Unmodelled(f"a product sums {MOST_SUMMED} elements at most, since its work grows with their square")
+    if x.dtype.is_float or n > MOST_SUMMED:
+        return cumulative_sum(op, x, axis)
     source, result = (Node(Iota(S64, (n, n), a)) for a in (0, 1))
     if op.integer("reverse", 0):
         source, result = result, source

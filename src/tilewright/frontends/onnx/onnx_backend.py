@@ -11,10 +11,11 @@ from typing import Any
 
 import numpy as np
 import onnx
+from onnx import helper
 from onnx.backend.base import Backend, BackendRep
 
 from tilewright.dtype import OPAQUE
-from tilewright.errors import InputError, counted
+from tilewright.errors import InputError, check_type, counted
 from tilewright.frontends import LoadOptions
 from tilewright.frontends import onnx as front_end
 from tilewright.frontends.onnx.inputs import symbolic
@@ -42,7 +43,12 @@ class TilewrightRep(BackendRep):
     """
 
     def __init__(self, model: onnx.ModelProto, ready: Callable[[Graph], Run] = by_the_oracle) -> None:
-        """`ready` gives what runs a graph."""
+        """`ready` gives what runs a graph.
+
+        Raises:
+            InputError: it is no model.
+        """
+        check_type(model, onnx.ModelProto, "model", 'onnx.load("model.onnx")')
         constants = {t.name for t in model.graph.initializer}
         self._model, self._ready = model, ready
         self._inputs = [i for i in model.graph.input if i.name not in constants]
@@ -71,6 +77,7 @@ class TilewrightRep(BackendRep):
         Raises:
             InputError: more or fewer inputs are given than the model takes.
         """
+        check_type(inputs, (np.ndarray, Sequence), "inputs", "a list of arrays")
         values = [inputs] if isinstance(inputs, np.ndarray) else list(inputs)
         if len(values) != len(self._inputs):
             raise InputError(f"{counted(len(self._inputs), 'input')} wanted, {len(values)} given")
@@ -92,6 +99,35 @@ class TilewrightBackend(Backend):
     @classmethod
     def prepare(cls, model: onnx.ModelProto, device: str = "CPU", **kwargs: Any) -> TilewrightRep:
         return TilewrightRep(model)
+
+    @classmethod
+    def run_node(
+        cls, node: onnx.NodeProto, inputs: Any, device: str = "CPU", outputs_info: object = None, **kwargs: Any
+    ) -> tuple[Any, ...]:
+        """Results of one node.
+
+        Args:
+            node: an ONNX node.
+            inputs: arrays, in the order of its inputs that have names.
+            device: as `prepare` takes it.
+            outputs_info: not looked at.
+            kwargs: `opset_version`, the newest unless given; others are for `prepare`.
+
+        Raises:
+            InputError: it is no node, or takes other inputs.
+        """
+        check_type(node, onnx.NodeProto, "node", 'onnx.helper.make_node("Add", ["x", "y"], ["z"])')
+        check_type(inputs, (np.ndarray, Sequence), "inputs", "a list of arrays")
+        values = [np.asarray(v) for v in ([inputs] if isinstance(inputs, np.ndarray) else inputs)]
+        names = list(dict.fromkeys(name for name in node.input if name))
+        if len(values) != len(names):
+            raise InputError(f"{counted(len(names), 'input')} wanted, {len(values)} given", where=f"{node.op_type} node")
+        types = [(helper.np_dtype_to_tensor_dtype(v.dtype), v.shape) for v in values]
+        infos = [helper.make_tensor_value_info(name, *t) for name, t in zip(names, types, strict=True)]
+        results = [helper.make_empty_tensor_value_info(name) for name in node.output if name]
+        opset = helper.make_opsetid(node.domain, kwargs.pop("opset_version", onnx.defs.onnx_opset_version()))
+        model = helper.make_model(helper.make_graph([node], "node", infos, results), opset_imports=[opset])
+        return cls.prepare(model, device, **kwargs).run(values)
 
     @classmethod
     def supports_device(cls, device: str) -> bool:

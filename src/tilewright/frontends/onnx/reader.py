@@ -1,7 +1,7 @@
 """Walking an ONNX graph: names to nodes, one operator after another, shapes concrete all the way.
 
 Each operator is read by its converter; failing that by its own definition as an ONNX function; failing that it becomes a
-call. Local functions, and the branch that an `If` is known to take, are read in place.
+call of onnx's evaluator. Local functions, and the branch that an `If` is known to take, are read in place.
 """
 
 from __future__ import annotations
@@ -61,6 +61,7 @@ class Reader:
         self.origins: dict[Node, str] = {}
         self.notes: list[str] = []
         self._declared: dict[Node, onnx.TypeProto] = {}
+        self._evaluated = 0  # calls of onnx's reference evaluator
         self._known = KnownValues()
         self._files = files
         self.functions = {(plain_domain(f.domain), f.name): f for f in functions}
@@ -91,7 +92,8 @@ class Reader:
             try:
                 sources = tuple(scope.get(i, where) if i else None for i in proto.input)
                 domain = plain_domain(proto.domain)
-                self._node(OpNode(proto, domain, name, sources, scope, context, self._known, self.tensor))
+                known, note = self._known, self.notes.append
+                self._node(OpNode(proto, domain, name, sources, scope, context, known, self.tensor, note))
             except TilewrightError:
                 raise
             except _MALFORMED as error:
@@ -183,11 +185,11 @@ class Reader:
         body = definition(schema, opset, op.proto, op.sources)
         if body is None:
             return None
-        notes = len(self.notes)
+        notes, evaluated = len(self.notes), self._evaluated
         defaults = [a.default_value for a in schema.attributes.values() if a.default_value.name]
         try:
             results = self._function(op, body, {**op.context.opsets, **opsets_of(body.opset_import)}, defaults)
-            if len(self.notes) == notes:
+            if self._evaluated == evaluated:
                 return results
         except (TypeMismatchError, UnsupportedError):
             pass  # a part that is not modelled: one call of the whole is better than several of its parts
@@ -255,6 +257,7 @@ class Reader:
             if mismatch is None:
                 raise
             raise TypeMismatchError(mismatch.what, where=op.where, hint=mismatch.hint) from mismatch
+        self._evaluated += 1
         label = op.proto.op_type + (f" of domain {quoted(op.domain)}" if op.domain else "")
         self.notes.append(f"{label} (node {quoted(op.name)}) runs in onnx's reference evaluator: {reason}")
         return results

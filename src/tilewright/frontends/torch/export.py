@@ -32,6 +32,7 @@ from tilewright.frontends.torch.registry import TRANSLATIONS, DependsOnDataError
 from tilewright.frontends.torch.symbols import dynamic_shapes
 
 _ALIASED = "expected compiled_fn"  # what torch asserts where two names are of one tensor
+_VIOLATED = "Constraints violated"  # of torch.export: its guards do not hold for all extents
 # Decompositions that round, or overflow, elsewhere than torch's kernels, which do these in 16 bits from step to step; or that
 # multiply by 0 what these leave out, infinity too.
 OTHERWISE = {
@@ -106,16 +107,20 @@ def _export(
     strict: bool = False,
     dims: Mapping[str, object] | bool = False,
 ) -> ExportedProgram:
-    """The module traced: what a cache of transformers holds are results by name."""
+    """The module traced: what a cache of transformers holds are results by name. Where torch's own guards are for fewer extents
+    than the dims allow, such as that half of one is not 1, they are left to assertions of the program."""
 
-    def run() -> ExportedProgram:
+    def run(deferred: bool = False) -> ExportedProgram:
         shapes = dynamic_shapes(module, dims, args, kwargs) if dims else None
+        how: dict[str, Any] = {"strict": strict, "prefer_deferred_runtime_asserts_over_guards": deferred}
         with casts_that_change_nothing(), NothingMade():
-            return torch.export.export(module, args, kwargs, dynamic_shapes=shapes, strict=strict)
+            return torch.export.export(module, args, kwargs, dynamic_shapes=shapes, **how)
 
     try:
         return _translated_errors(run, where)
     except InputError as error:
+        if _VIOLATED in error.what:
+            return _translated_errors(partial(run, deferred=True), where)
         if "DynamicCache" not in error.what or not _register_cache():
             raise
     return _translated_errors(run, where)
@@ -270,6 +275,8 @@ def _advice(message: str) -> str:
         )
     if "Guard failed" in message or "Expected input" in message:
         return "extents within the range that the program was exported with (torch.export.Dim)"
+    if (fixes := re.search(r"Suggested fixes:\s*\n((?:[ \t]+\S[^\n]*\n)+)", message)) is not None:
+        return f"bounds as torch suggests: {'; '.join(line.strip() for line in fixes[1].splitlines())}"
     if "expected compiled_fn" in message or "Aliased inputs" in message:
         return "a buffer that is written to shares memory with another tensor of the module: give each its own"
     return "check that module(*example_inputs) runs, and see torch.export's notes on what it can trace"

@@ -17,6 +17,7 @@ from torch.utils import _pytree as pytree
 
 from tilewright.errors import InputError, UnsupportedError
 from tilewright.frontends import LoadOptions
+from tilewright.frontends.torch.registry import DependsOnDataError
 from tilewright.ir.dims import MOST, Dim, Scope, spelt
 
 
@@ -38,7 +39,7 @@ class Symbols:
         """The extent that an int or SymInt is: a number, or an open one.
 
         Raises:
-            UnsupportedError: it is computed in a way that extents are not.
+            UnsupportedError: it is computed in a way that extents are not, or from data.
         """
         if type(d) is int:
             return d
@@ -67,6 +68,11 @@ class Symbols:
     def _dim(self, symbol: str) -> Dim:
         dim, given = dim_of(symbol, self._ranges.get(symbol)), self._named.get(symbol)
         low, high = dim.low, dim.high
+        if given is None and _UNBACKED.fullmatch(symbol):
+            raise DependsOnDataError(
+                "a shape depends on the data, not on the inputs' shapes alone",
+                hint="select with a mask (torch.where) instead of picking elements (x[x > 0], nonzero, unique)",
+            )
         if given is None:
             return dim
         if max(low, given.low) > min(high, given.high):
@@ -89,6 +95,7 @@ def _bound(value: Any, least: int) -> int:
         return least
 
 
+_UNBACKED = re.compile(r"u\d+")  # torch's name of a symbol for what it cannot work out from extents
 _READING: ContextVar[Symbols | None] = ContextVar("symbols", default=None)
 
 
