@@ -6,8 +6,8 @@
 The linear layers of Llama 3 and 3.2, Qwen 2.5 and 3, Mixtral, BERT and GPT-2, with weights of few bits as `tilewright.Linear`
 has them (`--scheme w4g64`) or as floats (`--scheme float`), by 1 to 8,192 rows, and the problems of model files. What the file
 has already for this version of the code is left out, so that the program can be run again until nothing is left: it stops after
-`--seconds`. Numbers of rows come in the order in which they are given, few before many if none are. What is measured while other
-programs are busy is left out. Weights come from memory, as they do in a model, which no cache holds.
+`--seconds`. Numbers of rows come in the order in which they are given, few before many if none are. What is measured while
+other programs are busy is left out. Weights come from memory, as they do in a model, which no cache holds.
 """
 
 from __future__ import annotations
@@ -91,9 +91,7 @@ def main(
     left = (
         p
         for p in problems(target, families or list(FAMILIES), schemes, dtypes, rows or ROWS, most_ops)
-        if p not in seen
-        and not seen.add(p)
-        and place(p, database, each) not in measured(file, database.key_of(p, each))
+        if p not in seen and not seen.add(p) and place(p, database, each) not in measured(file, database.key_of(p, each))
     )
     while time.monotonic() < until and (some := list(itertools.islice(left, 1 if target.kind == "cpu" else TOGETHER))):
         if target.kind != "cpu":

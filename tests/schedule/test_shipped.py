@@ -8,10 +8,9 @@ from pathlib import Path
 import msgspec
 import pytest
 import torch
+from benchmarks import ship
 from click.testing import CliRunner
 from ptx import H200
-
-from benchmarks import ship
 
 from tilewright import compiler
 from tilewright.dtype import F32
