@@ -6,7 +6,8 @@
 The linear layers of Llama 3 and 3.2, Qwen 2.5 and 3, Mixtral, BERT and GPT-2, with weights of few bits as `tilewright.Linear`
 has them (`--scheme w4g64`) or as floats (`--scheme float`), by 1 to 8,192 rows, and the problems of model files. What the file
 has already for this version of the code is left out, so that the program can be run again until nothing is left: it stops after
-`--seconds`. Few rows come before many. What is measured while other programs are busy is left out.
+`--seconds`. Numbers of rows come in the order in which they are given, few before many if none are. What is measured while
+other programs are busy is left out. Weights come from memory, as they do in a model, which no cache holds.
 """
 
 from __future__ import annotations
@@ -90,9 +91,7 @@ def main(
     left = (
         p
         for p in problems(target, families or list(FAMILIES), schemes, dtypes, rows or ROWS, most_ops)
-        if p not in seen
-        and not seen.add(p)
-        and place(p, target, database, each) not in measured(file, database.key_of(p, each))
+        if p not in seen and not seen.add(p) and place(p, database, each) not in measured(file, database.key_of(p, each))
     )
     while time.monotonic() < until and (some := list(itertools.islice(left, 1 if target.kind == "cpu" else TOGETHER))):
         if target.kind != "cpu":
@@ -101,9 +100,8 @@ def main(
         for problem in some:
             if time.monotonic() > until:
                 break
-            cold = cold_at(problem, target)
-            decision = search(problem, target, budget_s=each, cold=cold, within_s=max(5.0, 5 * each))
-            new = entries(decision, database, each, cold=cold)
+            decision = search(problem, target, budget_s=each, cold=True, within_s=max(5.0, 5 * each))
+            new = entries(decision, database, each, cold=True)
             click.echo(f"{problem}: {decision.kernel.candidate}, {decision.provisional or decision.time_us}")
             found, done = found + new, done + len(new)
         if found:
@@ -123,10 +121,10 @@ def main(
     click.echo(f"{done} measured; {file}: {file.stat().st_size if file.exists() else 0:,} bytes")
 
 
-def place(problem: AnyProblem, target: Target, database: TuningDatabase, each: float) -> Place:
-    """The key by which the decision on a problem is found."""
+def place(problem: AnyProblem, database: TuningDatabase, each: float) -> Place:
+    """The key by which the decision on a layer's problem is found."""
     key = database.key_of(problem, each)
-    return key.problem[:DIGITS], cold_at(problem, target), key.budget
+    return key.problem[:DIGITS], True, key.budget
 
 
 def entries(decision: Decision, database: TuningDatabase, each: float, *, cold: bool) -> list[Shipped]:
@@ -137,12 +135,6 @@ def entries(decision: Decision, database: TuningDatabase, each: float, *, cold: 
     us = round(decision.time_us, 2)
     knobs, text = kernel.schedule.knobs, kernel.text[:DIGITS]
     return [Shipped(key.problem[:DIGITS], cold, key.budget, kernel.candidate, knobs, us, text)]
-
-
-def cold_at(problem: AnyProblem, target: Target) -> bool:
-    """Tell whether a problem's weights are larger than the caches."""
-    weights = sum(t.size_bytes for t, weight in zip(problem.types, problem.weights, strict=True) if weight)
-    return weights > last_cache_bytes(target)
 
 
 def problems(

@@ -76,6 +76,10 @@ def test_a_file_that_was_saved_elsewhere_needs_trust(program: Path, tmp_path: Pa
     refused = invoke("run", saved)
     assert refused.exit_code == 2 and "--trust" in refused.stderr
     assert invoke("run", saved, "--trust").exit_code == 0
+    own = tmp_path / "own.twp"
+    assert invoke("compile", saved, "-o", own).exit_code == 2 and not own.exists()
+    assert invoke("compile", saved, "-o", own, "--trust").exit_code == 0
+    assert invoke("run", own).exit_code == 0, "it is signed by who trusted it"
 
 
 @pytest.mark.parametrize(

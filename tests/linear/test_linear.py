@@ -304,6 +304,7 @@ def test_a_table_over_the_rows_serves_layers_made_later(monkeypatch):
     table = layer.tune(budget_s=0.5)
     try:
         assert table.buckets[0].first == 1 and table.buckets[-1].last == 4
+        assert f"to 4 {table.buckets[-1].family.name}" in repr(table) and len(repr(table)) < 500
         later = tilewright.Linear.from_float(torch.nn.Linear(64, 48), group_size=32)
         for rows in (1, 3, 9):
             assert error(later, torch.randn(rows, 64)) < 2e-6

@@ -77,6 +77,7 @@ def test_better_kernels_take_the_place_of_the_first_ones_the_heaviest_first(prog
     assert program(x).unique().tolist() == [7.0] and program.packed_bytes == 3
     assert [s.decision.kernel.candidate for s in program.steps] == ["planted 5.0", "planted 9.0", "planted 7.0"]
     assert str(program.search) == "over: 3 of 3 problems done, 3 with another kernel than at first"
+    assert repr(program.search) == f"<search behind a program, {program.search}>"
 
 
 def test_a_call_runs_wholly_with_the_kernels_that_it_began_with(program):

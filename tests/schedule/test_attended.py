@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from tilewright.dtype import BF16, F32, PRED
+from tilewright.dtype import BF16, F16, F32, PRED
 from tilewright.ir.build import input_
 from tilewright.ir.graph import Node
 from tilewright.ir.ops import Attention
@@ -69,6 +69,19 @@ def test_half_precision_is_held_to_its_own_rounding():
     expected = expect(problem, sources)
     assert check(problem, expected, in_f32(problem, sources)) is None
     assert check(problem, expected, in_f32(problem, [sources[0].flip(-1), *sources[1:]])) is not None
+
+
+@pytest.mark.parametrize(("dtype", "gap", "size"), [(F32, 89.0, 1.0), (BF16, 88.0, 3.0), (F16, 18.0, 10.0)])
+def test_weights_that_vanish_beside_a_value_of_0_may_be_taken_for_0(dtype, gap, size):
+    """The largest weight's value is 0, so that all of a result comes from weights too small for a kernel's types."""
+    problem = posed(1, 1, 2, 1, dtype=dtype, scale=1.0)
+    q, k, v = (torch.zeros(t.shape, dtype=t.dtype.to_torch()) for t in problem.types)
+    q.fill_(1.0)
+    k[:, :, 0], v[:, :, 1] = gap, size
+    expected = expect(problem, [q, k, v])
+    assert 0 < float(expected.reference[0].abs().max()) < 1e-6
+    assert check(problem, expected, [torch.zeros_like(q)]) is None
+    assert check(problem, expected, [torch.full_like(q, 1e-4 if dtype is F16 else 1e-30)]) is not None
 
 
 def test_pieces_give_what_the_whole_does(monkeypatch):

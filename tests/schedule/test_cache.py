@@ -8,6 +8,7 @@ import stat
 import subprocess
 import sys
 import threading
+import time
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -231,6 +232,7 @@ def test_a_choice_made_in_noise_is_used_and_raced_again_when_it_is_quiet(kept, s
     loads = [Load(of_cores=2, runnable=9.0, others=0.2), Load(of_cores=2)]
     monkeypatch.setattr(database, "load_now", lambda device, threads: loads[0])
     monkeypatch.setattr(database, "LOOKED_S", -1.0)
+    monkeypatch.setattr(database, "TOGETHER_S", -60.0)  # as long after that one as if this began a minute later
     monkeypatch.setattr(TuningDatabase, "_quiet", QUIET)
 
     def compiled(budget_s=BUDGET_S):
@@ -249,6 +251,17 @@ def test_a_choice_made_in_noise_is_used_and_raced_again_when_it_is_quiet(kept, s
     settled = compiled()
     assert not settled.recalled and not settled.provisional and len(searches) == 3
     assert compiled().recalled and len(searches) == 3 and kept.records()[0].provisional == ""
+
+
+@pytest.mark.parametrize(("made", "searched"), [(-60.0, 1), (-1.0, 0), (1.0, 0)])
+def test_processes_that_start_at_once_take_what_one_of_them_chose_in_noise(kept, searches, monkeypatch, made, searched):
+    """They disturb each other's races, and each sees a quiet machine while it waits for another one."""
+    compiler.compile(program(2.0), budget_s=BUDGET_S)
+    (record,) = kept.records()
+    kept.put(msgspec.structs.replace(record, provisional="3 runnable tasks on 2 cores", made_s=time.time() + made))
+    monkeypatch.setattr(TuningDatabase, "_quiet", lambda self: True)
+    (found,) = decisions(compiler.compile(program(2.0), budget_s=BUDGET_S))
+    assert len(searches) == 1 + searched and found.recalled is not bool(searched)
 
 
 def test_the_second_of_two_processes_waits_for_what_replaces_a_provisional_record(tmp_path):

@@ -117,6 +117,8 @@ def test_a_table_needs_as_much_time_and_all_of_its_candidates(tmp_path, monkeypa
     assert known.rows(key, 2.0) == noisy
     assert recalled(noisy, lambda rows: posed(rows)[0], target).provisional == noisy.provisional
     monkeypatch.setattr(TuningDatabase, "_quiet", lambda self: True)
+    assert known.rows(key, 2.0) == noisy, "by a process that began with this one"
+    known.keep_rows(noisy := msgspec.structs.replace(noisy, budget_s=4.0, made_s=noisy.made_s - 60))
     assert known.rows(key, 2.0) is None and known.rows(key, 0.0) == noisy, "measured again where there is time"
     known.keep_rows(stored)
     assert known.rows(key, 2.0) == stored

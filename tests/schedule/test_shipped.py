@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
 import pytest
 import torch
+from benchmarks import ship
+from click.testing import CliRunner
+from ptx import H200
 
 from tilewright import compiler
 from tilewright.dtype import F32
@@ -18,8 +22,10 @@ from tilewright.ir.ops import gemm
 from tilewright.schedule import bench, budget, tuning_database
 from tilewright.schedule import shipped as module
 from tilewright.schedule.cache import Cache
-from tilewright.schedule.candidate import plan_for
+from tilewright.schedule.candidate import Schedule, plan_for
+from tilewright.schedule.key import digest_of
 from tilewright.schedule.problem import problem_of
+from tilewright.schedule.search import search
 from tilewright.schedule.shipped import DIGITS, Shipped, add, measured, read
 from tilewright.schedule.tuning_database import TuningDatabase
 
@@ -124,6 +130,28 @@ def test_what_does_not_fit_is_searched_for(file, counts, how):
     assert not decided(known, 1.5).recalled and counts["searched"] == 1
 
 
+def test_of_another_text_its_point_is_the_first_where_nothing_is_measured(file, counts, tmp_path, monkeypatch):
+    """The kernels were changed since: its time says nothing, but that its point was the fastest is more than a model knows."""
+    monkeypatch.setenv("TILEWRIGHT_RECHECK", "0")
+    known = TuningDatabase(CPU, Cache(tmp_path / "cache"))
+    point = points()[-1]
+    add(file, known.key_of(PROBLEM, 1.0), [entry(known, point, text="0" * DIGITS)])
+    counts["verified"] = 0
+    for _ in "process", "another":
+        found = decided(TuningDatabase(CPU, Cache(tmp_path / "cache")), 0)
+        assert found.kernel.schedule == point and found.verified
+        assert not found.measured and not found.recalled and found.time_us is None
+        assert counts == {"searched": 0, "verified": 1}
+    assert decided(known, 1.5).measured and counts["searched"] == 1, "with time to measure it is searched"
+
+
+def test_of_another_text_a_point_that_is_offered_no_more_is_none(file, counts, monkeypatch):
+    known = TuningDatabase(CPU, None)
+    add(file, known.key_of(PROBLEM, 1.0), [entry(known, points()[-1], text="0" * DIGITS)])
+    monkeypatch.setattr(tuning_database, "offered", lambda *given: False)
+    assert decided(known, 0).kernel.schedule != points()[-1] and counts["searched"] == 1
+
+
 def test_where_nothing_is_measured_it_does_not_count_where_weights_were(file, counts):
     known = TuningDatabase(CPU, None)
     add(file, known.key_of(PROBLEM, 1.0), [entry(known, points()[-1], cold=True)])
@@ -174,6 +202,40 @@ def test_each_file_of_the_package_reads():
     folder = Path(module.__file__).parent / "shipped_decisions"
     for file in folder.glob("*.json"):
         assert all(g.key.chip == file.stem and g.decisions for g in read(file))
+
+
+def test_what_is_measured_of_a_layer_serves_models_that_no_cache_holds(file, counts, tmp_path, monkeypatch):
+    def quick(problem, target, **how):
+        return replace(search(problem, target, budget_s=0.02, cold=how["cold"]), provisional="", time_us=3.0)
+
+    monkeypatch.setattr(ship, "FAMILIES", {"tiny": [(512, 256, True)]})
+    monkeypatch.setattr(ship, "search", quick)
+    given = ["--family", "tiny", "--rows", "2", "--scheme", "w4g32", "--scheme", "float", "-o", str(file)]
+    monkeypatch.setattr(ship.main.params[3].type, "choices", ("tiny",))
+    done = CliRunner().invoke(ship.main, given, catch_exceptions=False)
+    assert "2 measured" in done.output
+    assert "0 measured" in CliRunner().invoke(ship.main, given, catch_exceptions=False).output, "nothing is left"
+    module._fitting.cache_clear()
+    module._groups.cache_clear()
+    known = TuningDatabase(CPU, None)
+    known.of_program(cold=True)
+    for problem in ship.problems(CPU, ["tiny"], ["w4g32", "float"], ["bf16"], [2], 1e12):
+        found = known.find(problem, {}, 1.5)
+        assert found is not None and found.recalled and found.time_us == 3.0
+
+
+def test_those_for_an_h200_are_of_the_problems_that_layers_pose(monkeypatch):
+    """Each point is one that its candidate offers still: else a file is of no use to anybody."""
+    pytest.importorskip("triton")
+    chip = replace(H200, caches_bytes={"L2": 62914560, "shared": 232448})
+    monkeypatch.setattr("tilewright.linear.kernels.detect", lambda device: chip)
+    folder = Path(module.__file__).parent / "shipped_decisions"
+    kept = {d.problem: d for g in read(folder / "nvidia_h200.json") for d in g.decisions}
+    posed = list(ship.problems(chip, ["llama3-8b"], ["w4g64"], ["bf16"], [1, 16], 1e12))
+    assert len(posed) == 12
+    for problem in posed:
+        d = kept[digest_of(problem)[:DIGITS]]
+        assert tuning_database.offered(problem, chip, d.candidate, Schedule(d.knobs)), problem
 
 
 def test_what_came_with_the_package_is_compiled_ahead_until_it_is_built(file, counts, tmp_path):

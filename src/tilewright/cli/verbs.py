@@ -96,13 +96,15 @@ def read(given: Given, as_json: bool) -> None:
 @rtol_option
 @dump_option
 @click.option("--output", "-o", type=WRITTEN, required=True, metavar="F.twp", help="The file to write.")
+@trust_option
 @mesh_option
 @common_options
 @compile_options
 def compile_(given: Given, how: Compiling, output: Path, as_json: bool) -> None:
     """Compile a program and save it with its weights, decisions and machine code.
 
-    `run`, `verify`, `perf` and `explain` take the file, and so does `tilewright.load_program`. On a mesh each rank writes a
+    `run`, `verify`, `perf` and `explain` take the file, and so does `tilewright.load_program`. A saved program is written
+    again, signed by this user: one from elsewhere with --trust. On a mesh each rank writes a
     file of its own; `run`, `perf` and `explain` take them with the same --mesh, and so does `tilewright.load_on_mesh`.
     """
     from tilewright.errors import InputError

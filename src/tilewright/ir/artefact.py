@@ -122,7 +122,7 @@ class Container:
             self._file = TensorFile(path, content)
         except InputError as error:
             if error.where is None:  # it cannot be read
-                raise
+                raise InputError(error.what, hint=f"a .twp file on this machine; {_WRITE}") from error
             raise InputError(f"no saved program: {error.what}", where=error.where, hint=_WRITE) from error
         metadata = self._file.metadata
         if metadata.get("format") != FORMAT or MANIFEST not in self._file.names:

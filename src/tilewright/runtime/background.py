@@ -58,6 +58,9 @@ class Background:
         problems = f"{self._done} of {counted(self._total, 'problem')} done"
         return f"{how}: {problems}, {self._replaced} with another kernel than at first"
 
+    def __repr__(self) -> str:
+        return f"<search behind a program, {self}>"
+
     @property
     def goes_on(self) -> bool:
         """Tell whether the search is under way."""

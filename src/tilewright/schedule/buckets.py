@@ -94,7 +94,7 @@ class Bucket:
     at_last: Decision
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Buckets:
     """A table over M.
 
@@ -109,6 +109,11 @@ class Buckets:
     packings: Mapping[str, int]
     measured: Mapping[int, Mapping[str, float]]
     provisional: str = ""
+
+    def __repr__(self) -> str:
+        """Ranges of rows, and who serves them."""
+        ranges = ", ".join(f"{b.first} to {b.last} {b.family.name}" for b in self.buckets)
+        return f"<kernels by rows: {ranges}{'; measured on a busy machine' if self.provisional else ''}>"
 
     def at(self, rows: int) -> Bucket:
         """The bucket of a number of rows.

@@ -284,8 +284,18 @@ def _attended(
         moved, usually = _moved(problem, values, acc)
     else:
         moved = usually = torch.zeros((), dtype=torch.float64)
-    flips = _flips(problem, params, values)
-    return acc, worst + moved + flips, usual + usually + flips
+    beside = _flips(problem, params, values) + _vanished(problem, values[2])
+    return acc, worst + moved + beside, usual + usually + beside
+
+
+def _vanished(problem: AttentionProblem, values: torch.Tensor) -> torch.Tensor:
+    """Bounds on what is lost where weights or products are too small for the accumulator's type, or for the values', to which a
+    kernel may round weights: processors and GPUs take subnormals of f32 and bf16 for 0. All of a result may be lost where the
+    value of the largest weight is 0."""
+    kinds = {problem.acc.dtype.to_torch(), values.dtype}
+    least = max(torch.finfo(d).tiny * (torch.finfo(d).eps if d is torch.float16 else 1.0) for d in kinds if d.is_floating_point)
+    sums = size_of(values).sum(-2, keepdim=True)
+    return least * (sums.repeat_interleave(problem.operands[0].shape[1] // sums.shape[1], 1) + 1)
 
 
 def _moved(problem: AttentionProblem, operands: Sequence[torch.Tensor], acc: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

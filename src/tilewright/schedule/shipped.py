@@ -2,8 +2,9 @@
 
 A decision is used where its key fits exactly: the chip with its caches, features, cores and threads, what may be rounded how,
 the problem. The version of the code counts by what it generates: a kernel whose text is another one than the text that was
-measured is not used, and a library's call only with the libraries that it was measured with. It is verified on the machine,
-once, like any kernel. Driver and toolkit do not count. Each chip has a file, written by `benchmarks/ship.py`.
+measured is not that decision, and a library's call only with the libraries that it was measured with. It is verified on the
+machine, once, like any kernel. Driver and toolkit do not count. Of a kernel whose text is another one, the point alone is
+taken, by those who measure nothing. Each chip has a file, written by `benchmarks/ship.py`.
 """
 
 from __future__ import annotations

@@ -9,7 +9,8 @@ Records from elsewhere are hints. A point that the candidate does not itself off
 believed. A record made in these circumstances saves the search, and its kernel alone is timed here.
 
 A decision made while other processes kept the machine busy is provisional: it is read back like any other until a program with
-time to search finds the machine quiet, which then searches anew.
+time to search finds the machine quiet, which then searches anew. Not where another process made it while this program was being
+compiled: processes that start at once disturb each other's races, and would each measure everything.
 
 A candidate that crashed or hung is refused on the problem from then on, by every process in the same circumstances, with the
 sentence how and the day. Only a `TuningDatabase` that says `retry` tries it again.
@@ -62,6 +63,7 @@ from tilewright.threads import count
 HINT_S = 0.1  # at most, to time the kernel of a record from elsewhere
 WAIT_S = 30.0  # for another process that measures the same problem; then both do
 LOOKED_S = 5.0  # for which a look at the load holds
+TOGETHER_S = 10.0  # between the beginnings of processes that start at once: some are there earlier than others
 ORDINARY_S, ALIKE = 2.0, 0.9  # seconds for a problem beyond which decisions with as much time count alone, or almost as much
 RECHECKED = 0.05  # of the kernels that are read back are verified again, unless $TILEWRIGHT_RECHECK says how many
 RECHECKING_S = 0.2  # after which a process verifies no more of the sample, unless it says how many
@@ -104,10 +106,12 @@ class TuningDatabase:
         self._digests: dict[AnyProblem, str] = {}
         self.settled: dict[str, Record] = {}
         self._looked, self._seen_quiet = -math.inf, False
+        self._began = time.time()
 
     def of_program(self, *, cold: bool) -> None:
         """Take problems from now on as those of a program whose weights come from memory (`cold`), or are found in a cache."""
         self._circumstances = msgspec.structs.replace(self._circumstances, cold=cold)
+        self._began = time.time()
 
     def of_family(self, name: str) -> TuningDatabase:
         """The same for choices among a part of the candidates."""
@@ -122,6 +126,7 @@ class TuningDatabase:
     def find(self, problem: AnyProblem, weights: Mapping[int, torch.Tensor], budget_s: float) -> Decision | None:
         """The decision of a search of `budget_s` or more in the same circumstances, if it still holds."""
         refused = {r.candidate for r in self._lost(problem)} | ({c.name for c in discover() if c.slow} if self._ranges else set())
+        guesses: list[tuple[str, Schedule]] = []
         for record, foreign, text in self._records(problem, budget_s):
             if record.candidate in refused:
                 continue
@@ -133,6 +138,7 @@ class TuningDatabase:
                 continue
             decision = self.again(problem, record.candidate, schedule, weights, text=text)
             if decision is None:
+                guesses += [(record.candidate, schedule)] if text is not None and budget_s <= 0 else []
                 continue
             us, losers, noise = record.time_us, rejected_of(record), record.provisional
             measured = us is not None
@@ -142,7 +148,18 @@ class TuningDatabase:
             if measured:
                 self.settled[record.key.problem] = record
             return decision
-        return None
+        return next(filter(None, (self._guessed(problem, *guess, weights) for guess in guesses)), None)
+
+    def _guessed(
+        self, problem: AnyProblem, candidate: str, schedule: Schedule, weights: Mapping[int, torch.Tensor]
+    ) -> Decision | None:
+        """A point that was measured when its kernel was generated as another text, for those who measure nothing: it is nearer
+        to the fastest than what a search without a budget tries first. It counts as not measured."""
+        offers = offered(problem, self._target, candidate, schedule)
+        decision = self.again(problem, candidate, schedule, weights) if offers else None
+        if decision is not None:
+            self.keep(decision, 0)
+        return decision
 
     def noted(self, problem: AnyProblem, budget_s: float) -> Record | None:
         """The record of a search of `budget_s` or more in the same circumstances, for one who builds and checks the kernel
@@ -307,7 +324,7 @@ class TuningDatabase:
     def rows(self, key: Key, budget_s: float) -> Table | None:
         """The table that was measured in so many seconds or more."""
         found = None if self._cache is None else self._cache.table(key)
-        if found is None or found.budget_s < budget_s or (budget_s > 0 and found.provisional and self._quiet()):
+        if found is None or found.budget_s < budget_s or (budget_s > 0 and self._again(found)):
             return None
         return found
 
@@ -394,7 +411,7 @@ class TuningDatabase:
         for name in names:
             wanted = msgspec.structs.replace(key, budget=name)
             if self._cache is not None and (found := self._cache.get(wanted)) is not None:
-                if budget_s > 0 and found.provisional and self._quiet():
+                if budget_s > 0 and self._again(found):
                     continue
                 if budget_s > ORDINARY_S and found.asked_s < ALIKE * budget_s:  # somebody asks for more
                     continue
@@ -406,6 +423,10 @@ class TuningDatabase:
             found = self._cache.get(msgspec.structs.replace(key, budget=UNMEASURED))
             if found is not None and found.asked_s >= budget_s:
                 yield found, False, None
+
+    def _again(self, found: Record | Table) -> bool:
+        """Tell whether what was measured in noise, before this program began to be compiled, can be measured in quiet now."""
+        return bool(found.provisional) and found.made_s < self._began - TOGETHER_S and self._quiet()
 
     def _quiet(self) -> bool:
         """Tell whether times taken now would be reliable."""
