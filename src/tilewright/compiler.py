@@ -78,7 +78,7 @@ WORKED_S = 0.1  # of a budget, below which no worker is started beforehand: it t
 RULES_S = 10.0  # for rules at least, whatever the budget: a graph that is not folded takes longer to choose for
 LATE = (
     "{name}: the time was over before {problems} measured, and the first kernel that passed its check was taken. To measure "
-    "the rest, compile again, or with background=True, which does it behind the running program"
+    "the rest, compile again or with a larger budget_s, or with background=True, which does it behind the running program"
 )
 
 
