@@ -100,12 +100,12 @@ def _padded(op: Pad, x: Node, fill: Node) -> Node:
         raise Unsupported("numbers between elements have no vector form")
     fill = reshape(fill, (1,) * len(x.shape))
     for axis, (low, high) in enumerate(zip(op.low, op.high, strict=True)):
-        x = slice_(x, axis, max(-low, 0), x.shape[axis] + min(high, 0))
         edges = [
             broadcast(fill, (*x.shape[:axis], count, *x.shape[axis + 1 :])) if count > 0 else None for count in (low, high)
         ]
         parts = [part for part in (edges[0], x, edges[1]) if part is not None]
         x = Node(Concat(axis), *parts) if len(parts) > 1 else x
+        x = slice_(x, axis, max(-low, 0), x.shape[axis] + min(high, 0))  # last: a side may cut more than there was of x
     return x
 
 

@@ -175,6 +175,6 @@ def test_pools_of_large_windows(op, kernel, given):
     ],
 )
 def test_places_of_the_largest(dtype, given):
-    """By default windows are one step apart, of which onnx's evaluator gives other places."""
+    """Windows are one step apart by default, of which onnx's evaluator gives other places."""
     x = (tame(2, 3, 9, 8) * 20).astype(dtype)
     by_torch(one("MaxPool", {"x": x}, out=[0, INT64], kernel_shape=[2, 3], **given), {"x": x}, rtol=0)

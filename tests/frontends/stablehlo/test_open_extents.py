@@ -93,6 +93,19 @@ CASES = {
         {"a": (2, 64)},
         [{"a": 2}, {"a": 9}],
     ),
+    "running sum": (lambda x: jnp.cumsum(x, 0), [("(a, 4)", "float32")], {"a": (1, 64)}, [{"a": n} for n in (1, 2, 9, 64)]),
+    "running product from the end": (
+        lambda x: jax.lax.cumprod(x, 0, reverse=True),
+        [("(a, 4)", "float32")],
+        {"a": (1, 64)},
+        [{"a": 1}, {"a": 17}],
+    ),
+    "largest so far, of a batch": (
+        lambda x: jax.lax.cummax(x, 1),
+        [("(b, s)", "int32")],
+        {"b": 4, "s": 300},
+        [{"b": 1, "s": 3}, {"b": 3, "s": 257}],
+    ),
     "flip": (lambda x: x[::-1], [("(a, 4)", "float32")], {"a": (1, 64)}, [{"a": 3}, {"a": 1}]),
 }
 
@@ -107,6 +120,15 @@ def test_what_jax_exports_for_symbolic_shapes_is_compiled_once_and_right(name):
         args = list(arrays(given, values))
         np.testing.assert_allclose(np.asarray(program(*args)), np.asarray(function(*args)), rtol=2e-4, atol=2e-4)
     assert program.compiled == 1
+
+
+def test_windows_as_long_as_half_of_an_axis_are_refused():
+    def halves(x):
+        n = x.shape[0]
+        return jax.lax.reduce_window(x, 0.0, jax.lax.add, (n // 2,), (1,), "VALID")
+
+    with pytest.raises(UnsupportedError, match=r"windows of .* elements, padded by 0 and 0, along an axis of"):
+        compile(exported(halves, ("(a,)", "float32"), constraints=("a >= 4",)), dims={"a": (4, 64)}, budget_s=0)
 
 
 def test_a_constraint_that_bounds_do_not_keep_is_named():

@@ -225,7 +225,7 @@ class Of(nn.Module):
 )
 @pytest.mark.parametrize("low", [1, 3])
 def test_a_part_of_an_open_extent_may_be_one_or_none(function, low):
-    """Of which torch.export's own guards say that it may not."""
+    """A part of which torch.export's own guards say that it may not."""
     module = Of(function).eval()
     program = compile(module, example_inputs=(torch.randn(4, 8),), dims={"x.0": (low, 64)}, budget_s=0)
     for rows in (low, 3, 5, 17, 64):

@@ -142,7 +142,7 @@ def _top_k(op: OpNode) -> list[Node | None]:
 
 
 def _top_places(op: OpNode, x: Node, axis: int, count: int, largest: bool) -> Node:
-    """Where the k largest or smallest floats stand. Torch's `topk` looks among whole numbers in their order, and of equal
+    """Places of the k largest or smallest floats. Torch's `topk` looks among whole numbers in their order, and of equal
     ones in that of their places: the bits of f32 as a number with a sign, in the upper half, and how many stand behind."""
     n, wide = x.shape[axis], convert(x, F32)
     wide = Node(Select(), map_("equal", wide, const(0.0, F32)), const(0.0, F32), wide)  # -0 is 0
@@ -158,7 +158,11 @@ def _top_places(op: OpNode, x: Node, axis: int, count: int, largest: bool) -> No
 
 
 def cumulative_sum(op: OpNode, x: Node, axis: int) -> Node:
-    """Sums of all elements up to each along an axis, or of those before it (`exclusive`), or from the end (`reverse`)."""
+    """Sums of all elements up to each along an axis, or of those before it (`exclusive`), or from the end (`reverse`).
+
+    Raises:
+        Unmodelled: they are of a type that torch does not add up as ONNX does.
+    """
     if x.dtype not in (*_FLOATS, S32, S64):
         raise Unmodelled(f"it adds up {x.dtype}")
     n, dtype = x.shape[axis], x.dtype

@@ -91,7 +91,7 @@ def _pooled(op: OpNode, function: str) -> list[Node]:
 def _slices(
     x: Node, axes: Sequence[int], kernel: Sequence[int], dilations: Sequence[int], counts: Sequence[int], strides: Sequence[int]
 ) -> list[Node]:
-    """For each place of the windows along some spatial axes what lies there, of so many windows."""
+    """Slices of what lies at each place of the windows along some spatial axes, of which there are so many."""
     found: list[Node] = []
     for place in itertools.product(*(range(kernel[a]) for a in axes)):
         start, stop, step = [0] * len(x.shape), [*x.shape], [1] * len(x.shape)
@@ -124,7 +124,11 @@ def _largest(values: Sequence[Node], places: Sequence[Node]) -> list[Node]:
 
 
 def paddings(op: OpNode, spatial: Sequence[int], reach: Sequence[int], strides: Sequence[int]) -> tuple[list[int], list[int]]:
-    """The places before and behind each axis that windows reach beyond it, by `auto_pad` and `pads`."""
+    """The places before and behind each axis that windows reach beyond it, by `auto_pad` and `pads`.
+
+    Raises:
+        Unmodelled: `pads` are not two for each axis.
+    """
     auto, none = op.text("auto_pad", "NOTSET"), [0] * len(spatial)
     if auto in ("SAME_UPPER", "SAME_LOWER"):
         short = [max((-(-e // s) - 1) * s + r - e, 0) for e, s, r in zip(spatial, strides, reach, strict=True)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any, cast
 
 from tilewright.dtype import PRED, DType
@@ -11,6 +12,7 @@ from tilewright.frontends.stablehlo.registry import Site, Value, lowers
 from tilewright.frontends.stablehlo.shape import pad
 from tilewright.frontends.unmodelled import Unmodelled
 from tilewright.ir.build import map_, reduce_, slice_
+from tilewright.ir.extent import bounds_of, is_open
 from tilewright.ir.graph import Node
 from tilewright.ir.ops import Const
 from tilewright.ir.ops.collective import Fn
@@ -105,15 +107,59 @@ def _reduce_window(site: Site) -> Value:
         raise Unmodelled("its windows are reduced by a function of its own, or from another start")
     rank = len(x.shape)
     ones = (1,) * rank
-    sizes = site.op.ints("window_dimensions")
-    padding = site.op.ints("padding", (0, 0) * rank)
-    spread = tuple(d - 1 for d in site.op.ints("base_dilations", ones))
-    x = pad(x, start, padding[0::2], padding[1::2], spread)
-    steps = site.op.ints("window_strides", ones)
-    gaps = site.op.ints("window_dilations", ones)
-    for axis in range(rank):
+    names = "window_dimensions", "window_strides", "base_dilations", "window_dilations"
+    sizes, steps, spread, gaps = (site.op.ints(name, ones) for name in names)
+    return _windows(x, start, fn, sizes, steps, spread, gaps, site.op.ints("padding", (0, 0) * rank))
+
+
+@lowers("stablehlo.dynamic_reduce_window")
+def _dynamic_reduce_window(site: Site) -> Value:
+    """The same with sizes that follow from open extents, a custom call that names its function, as JAX exports it. A window
+    that is open is as long as its axis: a running sum."""
+    x, start, *told = site.nodes
+    (name,) = site.op.attribute("called_computations")
+    fn = _combiner(site.reader.function(str(name.value), site.op.where).block(), 0, 1, site)
+    numbers = [site.extents(n) for n in told]
+    if fn is None or not _is_identity(start, fn) or len(numbers) != 5 or None in numbers:
+        raise site.refuse("windows of a function of its own, from another start, or of sizes that only a call knows")
+    sizes, steps, spread, gaps, padding = (cast("list[int]", n) for n in numbers)
+    for axis in [a for a, size in enumerate(sizes) if is_open((size,))]:
+        low, high, n = padding[2 * axis], padding[2 * axis + 1], x.shape[axis]
+        plain = steps[axis] == spread[axis] == gaps[axis] == 1
+        if not plain or sizes[axis] != n or (low, high) not in ((n - 1, 0), (0, n - 1)):
+            raise site.refuse(f"windows of {sizes[axis]} elements, padded by {low} and {high}, along an axis of {n}")
+        x = _running(x, start, fn, axis, backwards=high == n - 1)
+        sizes[axis], padding[2 * axis], padding[2 * axis + 1] = 1, 0, 0
+    return _windows(x, start, fn, sizes, steps, spread, gaps, padding)
+
+
+def _windows(
+    x: Node,
+    start: Node,
+    fn: Reduction,
+    sizes: Sequence[int],
+    steps: Sequence[int],
+    spread: Sequence[int],
+    gaps: Sequence[int],
+    padding: Sequence[int],
+) -> Node:
+    """Windows over x, padded, with so many places between its elements."""
+    x = pad(x, start, padding[0::2], padding[1::2], tuple(d - 1 for d in spread))
+    for axis in range(len(x.shape)):
         x = _slid(x, fn, axis, sizes[axis], gaps[axis])
         x = slice_(x, axis, 0, x.shape[axis], steps[axis])
+    return x
+
+
+def _running(x: Node, start: Node, fn: Reduction, axis: int, backwards: bool) -> Node:
+    """f over all elements up to each along an axis, or from each on; each step joins twice as many (Hillis and Steele, CACM 29,
+    1986). There are as many steps as the axis may ever take."""
+    none, length = [0] * len(x.shape), 1
+    while length < bounds_of(x.shape[axis])[1]:
+        by = [length if a == axis else 0 for a in range(len(x.shape))]
+        less = [-n for n in by]
+        x = map_(fn, x, pad(x, start, less if backwards else by, by if backwards else less, none))
+        length *= 2
     return x
 
 

@@ -6,7 +6,7 @@ from tilewright.dtype import S32
 from tilewright.errors import InputError
 from tilewright.frontends.stablehlo.elementwise import elementwise_target
 from tilewright.frontends.stablehlo.module import mlir_type, tensor_type
-from tilewright.frontends.stablehlo.registry import Site, Value, lowers, one_or_all
+from tilewright.frontends.stablehlo.registry import LOWERINGS, Site, Value, lowers, one_or_all
 from tilewright.frontends.stablehlo.scaled_dot import TARGET, scaled_dot
 from tilewright.ir.build import convert, extents, input_, map_
 from tilewright.ir.types import TensorType
@@ -125,6 +125,8 @@ def _custom_call(site: Site) -> Value:
     function = elementwise_target(target, len(site.values))
     if function is not None:
         return map_(function, *site.nodes)
+    if target in LOWERINGS and target.startswith("stablehlo."):  # of an operation that has sizes as operands
+        return LOWERINGS[target](site)
     if target in _TOP_K and len(site.values) == 1:
         return _custom_top_k(site)
     raise site.refuse(
