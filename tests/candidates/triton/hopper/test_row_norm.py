@@ -129,7 +129,7 @@ WAITS = re.compile(r"\{\s*\.reg \.pred \w*complete;\s*\w*waitLoop:.*?\}\s*", re.
 
 
 def late_fault(change, rows=520, **how):
-    """What the machine says of a kernel changed so."""
+    """Tell what the machine says of a kernel changed so."""
     p = layer(F8E4M3FN, (rows,), codes=F8E4M3FN)
     with pytest.raises((Fault, Deadlock, AssertionError)) as found:
         assert_right(p, replace(POINT, blocks=2), change=change, **how)
@@ -195,7 +195,7 @@ def test_numbers_that_nobody_tells_are_missed():
 
 
 def test_one_barrier_for_all_tiles_is_found():
-    """With the numbers of each tile at the same place, a block overwrites what another one has not read."""
+    """A block whose numbers of each tile have the same place overwrites what another one has not read."""
 
     def change(text):
         return once(r"(add\.u32 here, here, %r\d+;)", r"\1 and.b32 here, here, -1025;", text)
