@@ -519,7 +519,7 @@ class Epilogue:
 
     @gluon.jit
     def inputs(self, sums, tile, begun, loaded, group: gl.constexpr):
-        """What is normalised, in subtiles of f32, and stored if it is."""
+        """Values that are normalised, in subtiles of f32; those that are stored are stored."""
         config: gl.constexpr = self.config
         i: gl.constexpr = config.aux_store
         layout: gl.constexpr = subtile_layout(i, config)
