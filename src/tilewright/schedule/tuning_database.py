@@ -121,7 +121,9 @@ class TuningDatabase:
 
     def find(self, problem: AnyProblem, weights: Mapping[int, torch.Tensor], budget_s: float) -> Decision | None:
         """The decision of a search of `budget_s` or more in the same circumstances, if it still holds."""
-        refused = {r.candidate for r in self._lost(problem)} | ({c.name for c in discover() if c.slow} if self._ranges else set())
+        refused = {r.candidate for r in self._lost(problem)} | (
+            {c.name for c in discover() if c.slow} if self._ranges else set()
+        )
         for record, foreign, text in self._records(problem, budget_s):
             if record.candidate in refused:
                 continue

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-import torch
 from attentions import attention
 from ptx import H200, How, emulating
 from ranged_code import Code
