@@ -73,7 +73,7 @@ def unwritten(tensors: Sequence[torch.Tensor], digests: dict[Place, bytes | None
 
 
 def are_unwritten(tensors: Sequence[torch.Tensor]) -> bool:
-    """Tell whether a block around says that nobody writes to these tensors (`unwritten`), so that hashing them costs nothing."""
+    """Tell whether a block around says that nobody writes to these tensors (`unwritten`): hashing them again costs nothing."""
     known = _unwritten.get() or {}
     return bool(tensors) and all(t.is_contiguous() and _place(t) in known for t in tensors)
 
