@@ -72,6 +72,12 @@ def unwritten(tensors: Sequence[torch.Tensor], digests: dict[Place, bytes | None
         _unwritten.reset(token)
 
 
+def are_unwritten(tensors: Sequence[torch.Tensor]) -> bool:
+    """Tell whether a block around says that nobody writes to these tensors (`unwritten`): hashing them again costs nothing."""
+    known = _unwritten.get() or {}
+    return bool(tensors) and all(t.is_contiguous() and _place(t) in known for t in tensors)
+
+
 def _place(t: torch.Tensor) -> Place:
     return t.untyped_storage()._cdata, t.data_ptr(), t.nbytes  # pyright: ignore[reportPrivateUsage]
 

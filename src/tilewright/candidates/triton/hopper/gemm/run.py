@@ -29,7 +29,7 @@ from tilewright.ir.graph import toposort
 from tilewright.ir.mesh import Symmetric
 from tilewright.ir.ops import Dequantize, Param
 from tilewright.schedule.candidate import Runner
-from tilewright.schedule.packed import packed_once
+from tilewright.schedule.packed import are_unwritten, packed_once
 from tilewright.schedule.recipe import Pointer
 
 OWN = 8  # numbers behind the problem's sources that packed words have (`w4/tiles.py`); copies of operands come after them
@@ -103,9 +103,10 @@ def runner(spec: KernelSpec, built: Built, weights: Mapping[int, torch.Tensor], 
 
 
 def _packed(matrix: Matrix, weights: Mapping[int, torch.Tensor]) -> torch.Tensor:
-    """A constant operand as it lies in memory, copied once."""
+    """A constant operand as it lies in memory, copied once: for all instances of a program, and where it is codes, which may be
+    dropped and unpacked again."""
     nodes = toposort((matrix.root,))
-    if not any(isinstance(n.op, Dequantize) for n in nodes):
+    read = [weights[n.op.index] for n in nodes if isinstance(n.op, Param)]
+    if not any(isinstance(n.op, Dequantize) for n in nodes) and not are_unwritten(read):
         return matrix.copied(weights)
-    read = [weights[n.op.index] for n in nodes if isinstance(n.op, Param)]  # codes, which may be dropped and unpacked again
     return packed_once(read, matrix, lambda: matrix.copied(weights))

@@ -246,7 +246,6 @@ class Tiles(Plan):
         """A function that runs a kernel, its weights packed."""
         w, first = self.weights.weights, len(self.gemm.problem.types)
         packed = packed_weights(w.values(weights), w, self.weights.operand, expanded=bool(spec.tile.expanded))
-        torch.cuda.synchronize(self.gemm.target.device)  # a launch reads weights before what is ahead of it has ended
         return super().prepare(spec, built, {**weights, **{first + i: t for i, t in enumerate(packed)}})
 
 
