@@ -187,7 +187,7 @@ class World:
         return any(self.space.late()) if self.space is not None else any(int(m.late) for m in memories)
 
     def gathered(self, value: Any) -> list[Any]:
-        """What all processes say."""
+        """Say something to all processes, and give what each says."""
         if not self.real:
             return [value]
         found: list[Any] = [None] * self.size

@@ -146,7 +146,7 @@ class Chunks:
 
 @dataclass(frozen=True)
 class Inbox:
-    """What a kernel behind reads: the tiles of all ranks of the rows that its rank owns, or the sums of all rows."""
+    """The memory that a kernel behind reads: tiles of all ranks, of the rows that its rank owns; or the sums of all rows."""
 
     chunks: Chunks
     of_sums: bool

@@ -126,7 +126,7 @@ def kernel_text(several: Sequence[Tiles], fp8: frozenset[str], arrival: Waits | 
 def _nests(
     text: Text, several: Sequence[Tiles], read: Sequence[int], fp8: frozenset[str], arrival: WaitsByRows | None = None
 ) -> None:
-    """What a program does, which works on one of the nests."""
+    """The work of a program, on one of the nests."""
     first = 0
     for i, tiles in enumerate(several):
         not_before = f" and program >= {first}" if first else ""
