@@ -146,7 +146,7 @@ class Chunks:
 
 @dataclass(frozen=True)
 class Inbox:
-    """What a kernel behind reads: the tiles of all ranks of the rows that its rank owns, or the sums of all rows."""
+    """The memory that a kernel behind reads: tiles of all ranks, of the rows that its rank owns; or the sums of all rows."""
 
     chunks: Chunks
     of_sums: bool
@@ -196,23 +196,38 @@ class ChunkArrival:
         for name in self.pointers:
             t.do(f"{name} += slot")
 
-    def wait_for(self, t: Text, first: str | None, rows: int) -> None:
-        """Write the wait for so many rows from a first one on; None: for all of them."""
+    def in_order(self, t: Text, program: str, rows: int, pieces: int) -> str:
+        """Write the number of a program, of which `pieces` in turn have so many rows, in the order in which rows come: a chunk
+        of each rank."""
         c = self.chunks
-        owner, owners, chunk, chunks = "0", str(c.ranks), "0", str(c.count)
-        if first is not None:
-            last = f"min({first} + {rows - 1}, {self.extents[0] - 1})"
-            if self.of_sums:
-                owner = t.v(f"{first} // {c.rows}")
-                owners = t.v(f"{last} // {c.rows} - {owner} + 1")
-                inside, end = t.v(f"{first} % {c.rows} // {c.chunk}"), t.v(f"{last} % {c.rows} // {c.chunk}")
-                one = t.v(f"{owners} == 1")  # else of all chunks of some
-                chunk = t.v(f"tl.where({one}, {inside}, 0)")
-                chunks = t.v(f"tl.where({one}, {end} - {inside} + 1, {c.count})")
-            else:
-                chunk = t.v(f"{first} // {c.chunk}")
-                chunks = t.v(f"{last} // {c.chunk} - {chunk} + 1")
-        wait(t, c, self.of_sums, owner, owners, chunk, chunks)
+        if not self.of_sums or c.rows % c.chunk or c.chunk % rows:
+            return program
+        each = c.chunk // rows * pieces
+        chunk, owner = t.v(f"{program} // {each * c.ranks}"), t.v(f"{program} // {each} % {c.ranks}")
+        return t.v(f"({owner} * {c.count} + {chunk}) * {each} + {program} % {each}")
+
+    def wait_for(self, t: Text, first: str | None, rows: int) -> None:
+        """Write the wait for so many rows from a first one on, where `seen` does not say that they are there; None: for all of
+        them."""
+        c = self.chunks
+        if first is None:
+            with t.block("if seen != -2:"):
+                wait(t, c, self.of_sums, "0", str(c.ranks), "0", str(c.count))
+            t.do("seen = -2")
+            return
+        last = t.v(f"tl.minimum({first} + {rows - 1}, {self.extents[0] - 1})")
+        if not self.of_sums:
+            chunk, end = t.v(f"{first} // {c.chunk}"), t.v(f"{last} // {c.chunk}")
+            owner, owners, key = "0", str(c.ranks), end
+        else:
+            owner, end_owner = t.v(f"{first} // {c.rows}"), t.v(f"{last} // {c.rows}")
+            one = t.v(f"{owner} == {end_owner}")  # else of all chunks of some
+            chunk = t.v(f"tl.where({one}, {first} % {c.rows} // {c.chunk}, 0)")
+            end = t.v(f"tl.where({one}, {last} % {c.rows} // {c.chunk}, {c.count - 1})")
+            owners, key = t.v(f"{end_owner} - {owner} + 1"), t.v(f"{end_owner} * {c.count} + {end}")
+        with t.block(f"if ({key} != seen) | ({chunk} != {end}) | ({owners} != {'1' if self.of_sums else owners}):"):
+            wait(t, c, self.of_sums, owner, owners, chunk, t.v(f"{end} - {chunk} + 1"))
+        t.do(f"seen = {key}")
 
     def end(self, t: Text, programs: int) -> None:
         """Write what counts the call, where the last of so many programs is done."""

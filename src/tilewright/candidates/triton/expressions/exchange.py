@@ -221,8 +221,13 @@ class WaitsByRows(Waits, Protocol):
     @property
     def extents(self) -> tuple[int, int]: ...
 
+    def in_order(self, t: Text, program: str, rows: int, pieces: int) -> str:
+        """Write the number of a program, of which `pieces` in turn have so many rows, in the order in which rows come."""
+        ...
+
     def wait_for(self, t: Text, first: str | None, rows: int) -> None:
-        """Write the wait for so many rows from a first one on; None: for all of them."""
+        """Write the wait for so many rows from a first one on, where `seen` does not say that they are there; None: for all of
+        them."""
         ...
 
 

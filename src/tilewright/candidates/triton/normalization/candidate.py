@@ -35,6 +35,7 @@ SHARES = (1 / 4, 1 / 2, *WARPS)  # of a row's chunk, in warps
 PROGRAMS = 4  # of an SM, so that one loads while others compute
 ROOM = 32  # of an SM for programs, and as one ends the next is not begun in no time
 POINTS = 12
+WAITING_WARPS = 32  # of an SM, of a kernel that waits by rows
 EARLY_BYTES = 128  # of constants in a thread's registers while the kernel ahead still runs
 
 
@@ -88,12 +89,12 @@ class Plan:
     def compile(self, schedule: Schedule) -> None:
         self.machine_code(self.tiles(schedule), schedule.point(TileConfig).num_warps)
 
-    def machine_code(self, several: Sequence[Tiles], num_warps: int, arrival: Waits | None = None) -> Built:
-        """The kernel of all nests; `arrival`: other ranks that send some of the sources, if they do."""
+    def machine_code(self, several: Sequence[Tiles], num_warps: int, arrival: Waits | None = None, programs: int = 0) -> Built:
+        """The kernel of all nests; `arrival` and `programs`: see `kernel_text`."""
         types = [self.problem.types[i] for i in sources_of(several)] + list(self.problem.outputs)
         signature = {name: pointer_type(t.dtype) for name, t in zip(arguments_of(several), types, strict=True)}
         signature |= {} if arrival is None else arrival.KINDS
-        written = kernel_text(several, exact_fp8(self.arch), arrival)
+        written = kernel_text(several, exact_fp8(self.arch), arrival, programs)
         options = {"debug": True, "sanitize_overflow": False} if any(t.nest.tables for t in several) else {}
         if any(t.dependent_launch for t in several) or (arrival is not None and arrival.by_rows):
             options["launch_pdl"] = True
@@ -123,13 +124,15 @@ class Plan:
         problem, target, several = self.problem, self.target, self.tiles(schedule)
         read, dtype = sources_of(several), problem.types[sent[0]].dtype
         arrival = inbox.arrival(dtype, tuple(f"p{read.index(i)}" for i in sent))
+        num_warps, grid, programs = schedule.point(TileConfig).num_warps, sum(t.grid for t in several), 0
         if arrival.by_rows:
             several = tuple(replace(t, dependent_launch=False, early=()) for t in several)
-        built = self.machine_code(several, schedule.point(TileConfig).num_warps, arrival)
+            grid = programs = min(grid, self.cores * max(WAITING_WARPS // num_warps, 1))
+        built = self.machine_code(several, num_warps, arrival, programs)
 
         def made(weights: Mapping[int, torch.Tensor], memory: Symmetric) -> Runner:
             inbox.prepare(memory)
-            start = launcher(built.kernel, (sum(t.grid for t in several),), target.index, built.numbers)
+            start = launcher(built.kernel, (grid,), target.index, built.numbers)
             held = {**weights, **dict(zip(sent, inbox.received(memory, dtype), strict=True))}
             held |= {SHARED: inbox.words(memory), SHARED + 1: memory.late}
             given = [*pointers("source", read), *pointers("result", range(len(problem.outputs)))]

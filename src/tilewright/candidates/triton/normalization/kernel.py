@@ -89,54 +89,73 @@ class Tiles:
         return -(-self.nest.rows // self.tile_m) * self.pieces
 
 
-def kernel_text(several: Sequence[Tiles], fp8: frozenset[str], arrival: Waits | None = None) -> KernelSource:
+def kernel_text(several: Sequence[Tiles], fp8: frozenset[str], arrival: Waits | None = None, programs: int = 0) -> KernelSource:
     """A module with the function `kernel`, whose programs work on the first nest, then on the next.
 
     Args:
         several: the nests and their tiles.
         fp8: types that the hardware converts (`module.exact_fp8`).
         arrival: other ranks that send some of the sources, if they do.
+        programs: of a kernel that waits by rows; each does what every so many-th of others would do.
     """
-    text = Text()
+    text, total, read = Text(), sum(tiles.grid for tiles in several), sources_of(several)
     by_rows = arrival if isinstance(arrival, WaitsByRows) else None
     dependent = any(tiles.dependent_launch for tiles in several) or by_rows is not None
-    if arrival is not None:  # a kernel that is launched early would take room from a rank that is waited for
-        if dependent and by_rows is None:
-            text.do("gdc_wait()")
-        arrival.wait(text)
-    if dependent and by_rows is None:
-        text.do("gdc_launch_dependents()")
-    total, first, read = sum(tiles.grid for tiles in several), 0, sources_of(several)
-    if by_rows is None:
-        text.do(f"program = {text.extent(total - 1)} - tl.program_id(0)")  # what the kernel ahead wrote last is in the cache
+    if by_rows is not None:
+        by_rows.wait(text)
+        text.do("seen = tl.program_id(0) * 0 - 1")
+        with text.block(f"for number in range(tl.program_id(0), {total}, {programs}):"):
+            text.do("program = number")
+            _nests(text, several, read, fp8, by_rows)
+        text.do("gdc_launch_dependents()")  # what is launched early would take room from a rank that is waited for
     else:
-        text.do("program = tl.program_id(0)")  # what comes first is read first
-    for i, tiles in enumerate(several):
-        not_before = f" and program >= {text.extent(first)}" if i else ""
-        inside = f"if program < {text.extent(first + tiles.grid)}{not_before}:" if len(several) > 1 else ""
-        with text.block(inside) if inside else nullcontext():
-            program = text.v(f"program - {text.extent(first)}") if i else "program"
-            if by_rows is not None:
-                _wait(text, tiles, program, read, by_rows)
-            _Rows(text, tiles, program, str(i), read, fp8).write()
-        first += tiles.grid
+        if arrival is not None:  # likewise
+            if dependent:
+                text.do("gdc_wait()")
+            arrival.wait(text)
+        if dependent:
+            text.do("gdc_launch_dependents()")
+        text.do(f"program = {text.extent(total - 1)} - tl.program_id(0)")  # what the kernel ahead wrote last is in the cache
+        _nests(text, several, read, fp8)
     if arrival is not None:
-        arrival.end(text, total)
+        arrival.end(text, programs or total)
     imports = f"{IMPORTS}{DEPENDENT_LAUNCH if dependent else ''}"
     given = [] if arrival is None else [*arrival.KINDS]
     arguments = ", ".join([*arguments_of(several), *given, *text.numbers])
     return KernelSource(f"{imports}\n{REDUCTIONS}\n\n@triton.jit\ndef kernel({arguments}):\n{text}\n", text.numbers)
 
 
-def _wait(text: Text, tiles: Tiles, program: str, read: Sequence[int], arrival: WaitsByRows) -> None:
-    """The wait of a nest's program: for its own rows, where it reads what is sent row by row; else for all of them."""
+def _nests(
+    text: Text, several: Sequence[Tiles], read: Sequence[int], fp8: frozenset[str], arrival: WaitsByRows | None = None
+) -> None:
+    """The work of a program, on one of the nests."""
+    first = 0
+    for i, tiles in enumerate(several):
+        not_before = f" and program >= {text.extent(first)}" if i else ""
+        inside = f"if program < {text.extent(first + tiles.grid)}{not_before}:" if len(several) > 1 else ""
+        with text.block(inside) if inside else nullcontext():
+            program = text.v(f"program - {text.extent(first)}") if i else "program"
+            if arrival is not None:
+                program = _wait(text, tiles, program, read, arrival)
+            _Rows(text, tiles, program, str(i), read, fp8).write()
+        first += tiles.grid
+
+
+def _wait(text: Text, tiles: Tiles, program: str, read: Sequence[int], arrival: WaitsByRows) -> str:
+    """The wait of a nest's program: for its own rows, where it reads what is sent row by row; else for all of them. Gives the
+    program's number, in an order in which what comes first is read first."""
     r, sent = tiles.nest, {read[int(name[1:])] for name in arrival.pointers}
     leaves = [n for n in r.nodes if isinstance(n.op, Param) and r.sources[n.op.index] in sent]
-    if leaves:
-        first = text.v(f"{program} // {tiles.pieces} * {tiles.tile_m}" if tiles.pieces > 1 else f"{program} * {tiles.tile_m}")
-        own = all(n not in r.read_in_pairs and _row_by_row(r.access.of_leaf(n), *arrival.extents) for n in leaves)
-        arrival.wait_for(text, first if own and r.rows == arrival.extents[0] else None, tiles.tile_m)
-    text.do("gdc_launch_dependents()")
+    if not leaves:
+        return program
+    own = all(n not in r.read_in_pairs and _row_by_row(r.access.of_leaf(n), *arrival.extents) for n in leaves)
+    if not own or r.rows != arrival.extents[0]:
+        arrival.wait_for(text, None, 0)
+        return program
+    program = arrival.in_order(text, program, tiles.tile_m, tiles.pieces)
+    row = text.v(program if tiles.pieces == 1 else f"{program} // {tiles.pieces}")
+    arrival.wait_for(text, text.v(f"{row} * {tiles.tile_m}"), tiles.tile_m)
+    return program
 
 
 def _row_by_row(place: AccessMap, rows: int, columns: int) -> bool:

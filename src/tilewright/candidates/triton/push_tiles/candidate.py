@@ -9,7 +9,7 @@ What lies where, and who waits for what: `expressions/chunks.py`.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import islice
@@ -30,7 +30,7 @@ from tilewright.candidates.triton.push_rows.summed import Summed, Tail, summed
 from tilewright.candidates.triton.push_tiles.sums import Adders
 from tilewright.candidates.triton.runtime.module import needs
 from tilewright.hardware.target import Target
-from tilewright.ir.mesh import team
+from tilewright.ir.mesh import Symmetric, team
 from tilewright.ir.ops import AllReduce
 from tilewright.lowering.stages import chosen_of, joined
 from tilewright.schedule.candidate import GEMM, GPU, Candidate, Kernel, Runner, Schedule, Unsupported
@@ -40,11 +40,10 @@ FEWEST_ROWS = 65
 MOST_RANKS = 16
 PRODUCT = "hopper"
 TRIED = 3  # tiles that are offered with each way
-ADDERS = 4  # programs of an SM that add up, where all ranks want the sums
-# Chunks of a rank's rows, and SMs that the product leaves to kernels behind, best guess first. Where the sums stay with their
-# owners, kernels behind have little to do before the product ends.
-SCATTERED = ((4, 0), (2, 0), (4, 8))
-SPREAD = ((4, 16), (4, 0), (8, 16), (4, 32))
+# Chunks of a rank's rows, SMs that the product leaves to kernels behind, and programs that add up for all ranks, best guess
+# first. Where the sums stay with their owners, kernels behind have little to do before the product ends.
+SCATTERED = ((4, 0, 0), (2, 0, 0), (4, 8, 0))
+SPREAD = ((4, 16, 64), (4, 0, 132), (8, 16, 64), (4, 32, 128))
 
 
 @dataclass(frozen=True)
@@ -54,10 +53,12 @@ class Way:
     Attributes:
         chunks: parts of a rank's rows, at most, of which its kernels behind learn one by one.
         spare: SMs on which the product does not run.
+        adders: programs that add up, where all ranks want the sums.
     """
 
     chunks: int
     spare: int
+    adders: int
 
 
 @dataclass(frozen=True)
@@ -75,6 +76,11 @@ class Plan:
     tail: Tail
 
     @property
+    def ways(self) -> list[Way]:
+        """The ways, the most promising first."""
+        return [Way(*w) for w in (SPREAD if self.spread else SCATTERED)]
+
+    @property
     def spread(self) -> bool:
         """All ranks want the sums."""
         return isinstance(self.summed.op, AllReduce)
@@ -82,8 +88,7 @@ class Plan:
     @cached_property
     def tiles(self) -> dict[int, list[TileConfig]]:
         """The most promising tiles, by the number of SMs that are left to others."""
-        ways = [Way(*w) for w in (SPREAD if self.spread else SCATTERED)]
-        return {spare: self._tiles(spare) for spare in dict.fromkeys(w.spare for w in ways)}
+        return {spare: self._tiles(spare) for spare in dict.fromkeys(w.spare for w in self.ways)}
 
     def _tiles(self, spare: int) -> list[TileConfig]:
         cores = self.gemm.target.cores
@@ -143,42 +148,52 @@ class Plan:
         (_, point), _ = chosen_of(schedule)
         compiled(self.spec(point.point(TileConfig), point.point(Way)))
 
-    def build(self, schedule: Schedule) -> Kernel:
+    def steps(self, schedule: Schedule) -> Callable[[Mapping[int, torch.Tensor], Symmetric], list[Runner]]:
+        """A function that gives the runners of all kernels in turn, each of all sources; the last one has the results."""
         (_, point), (_, behind) = chosen_of(schedule)
         tile, way, target = point.point(TileConfig), point.point(Way), self.gemm.target
-        spec = self.spec(tile, way)
-        chunks, built = self.chunks(tile, way), compiled(spec)
-        adders = Adders(chunks, ADDERS * way.spare or target.cores, target) if self.spread else None
+        spec, chunks, tail = self.spec(tile, way), self.chunks(tile, way), self.tail
+        built, adders = compiled(spec), Adders(chunks, way.adders, target) if self.spread else None
         if adders is not None:
             adders.build()
-        tail, places = self.tail, self.summed.places
         follow = tail.plan.awaiting(behind, Inbox(chunks, self.spread), tail.partials)
-        tail_places = [tail.places.get(i, 0) for i in range(tail.count)]
+        places, tail_places = self.summed.places, [tail.places.get(i, 0) for i in range(tail.count)]
+
+        def made(weights: Mapping[int, torch.Tensor], memory: Symmetric) -> list[Runner]:
+            first = runner(spec, built, {at: weights[i] for at, i in enumerate(places) if i in weights}, memory)
+            last = follow({at: weights[i] for at, i in tail.places.items() if i in weights}, memory)
+            between = [] if adders is None else [adders.runner(memory)]
+            return [
+                lambda sources: first([sources[i] for i in places]),
+                *between,
+                lambda sources: last([sources[i] for i in tail_places]),
+            ]
+
+        return made
+
+    def build(self, schedule: Schedule) -> Kernel:
+        (_, point), _ = chosen_of(schedule)
+        tile, way = point.point(TileConfig), point.point(Way)
+        own, spec, steps, size = Hopper(self.gemm), self.spec(tile, way), self.steps(schedule), self.chunks(tile, way).bytes
 
         def prepare(weights: Mapping[int, torch.Tensor]) -> Runner:
-            memory = team().symmetric(self.summed.op.over, chunks.bytes)
-            first = runner(spec, built, {at: weights[i] for at, i in enumerate(places) if i in weights}, memory)
-            between = None if adders is None else adders.runner(memory)
-            last = follow({at: weights[i] for at, i in tail.places.items() if i in weights}, memory)
+            *first, last = steps(weights, team().symmetric(self.summed.op.over, size))
 
             def run(sources: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-                first([sources[i] for i in places])
-                if between is not None:
-                    between(())
-                return last([sources[i] for i in tail_places])
+                for step in first:
+                    step(sources)
+                return last(sources)
 
             return run
 
-        own = Hopper(self.gemm)
-        packed_bytes, _ = own.packing(spec)
         return Kernel(
             CANDIDATE.name,
             schedule,
             prepare,
-            packed_bytes=packed_bytes,
+            packed_bytes=own.packing(spec)[0],
             roundoff=SHORT_SUM_ROUNDOFF if own.short_sums else 0.0,
-            parts=(("gemm", PRODUCT), ("fusion", tail.name)),
-            **vars(needs(built.kernel)),
+            parts=(("gemm", PRODUCT), ("fusion", self.tail.name)),
+            **vars(needs(compiled(spec).kernel)),
         )
 
 

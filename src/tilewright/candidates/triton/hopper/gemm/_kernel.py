@@ -252,7 +252,7 @@ def consumer(group: gl.constexpr, mainloop, epilogue, reduction, order, scratch,
             if config.pingpong:
                 mbarrier.arrive(order.index(1 - group))
             if config.owners:  # what the tile before stored has long come
-                epilogue.publish(stored, stored_row, problem)
+                epilogue.publish(stored, stored_row)
                 stored, stored_row = tile.b, tile.row
             acc = warpgroup_mma_wait(0, deps=(acc,))
             if config.split_k > 1:
@@ -276,7 +276,7 @@ def consumer(group: gl.constexpr, mainloop, epilogue, reduction, order, scratch,
         for k in gl.static_range(config.subtiles):
             epilogue.store_deferred(deferred, deferred_tile, k, group)
     if config.owners:
-        epilogue.publish(stored, stored_row, problem)
+        epilogue.publish(stored, stored_row)
     if config.split_k > 1:
         reduction.finish()
     if writes_by_tma(config):
@@ -693,7 +693,7 @@ class Epilogue:
         self.write(unpack_pairs(deferred[j], self.descs[0].dtype), 0, j, tile, group)
 
     @gluon.jit
-    def publish(self, owner, row, problem):
+    def publish(self, owner, row):
         """Counts a tile of `owners` that is stored, its part from `row` on, and tells the owner once a chunk of its rows is
         complete (`expressions/chunks.py`). Every thread waits for its own copies, and then all meet."""
         config: gl.constexpr = self.config
@@ -701,9 +701,8 @@ class Epilogue:
             stores_done()
             barrier()
             words, there = self.choose(self.side, owner)
-            tiles_m = gl.cdiv(problem.M, config.tile_m)
             chunk = row // (config.chunk_m * config.tile_m)
-            tiles = gl.minimum(tiles_m - chunk * config.chunk_m, config.chunk_m) * gl.cdiv(problem.N, config.result_n)
+            tiles = gl.minimum(config.owner_m - chunk * config.chunk_m, config.chunk_m) * config.owner_n
             counter = config.counters_at + 4 * (chunk * config.owners + owner)
             flag = config.flags_at + 4 * chunk * config.owners
             publish(words.to(gl.int64), there.to(gl.int64), counter, tiles * config.left_boxes - 1, flag)

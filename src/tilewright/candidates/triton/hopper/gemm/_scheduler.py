@@ -66,8 +66,8 @@ class TileScheduler:
         elif self.config.normalises:  # a cluster has whole rows
             return t // self.tiles_m, t % self.tiles_m, gl.program_id(0) % self.config.row_blocks, k0, k1
         elif self.config.owners:
-            b, m, n = by_chunks(t, self.tiles_m, self.tiles_n, self.problem.B, self.config.chunk_m)
-            return (b + self.problem.whole_tiles) % self.problem.B, m, n, k0, k1
+            b, m, n = by_chunks(t, self.config)
+            return (b + self.problem.whole_tiles) % self.config.owners, m, n, k0, k1
         else:
             b, m, n = rasterise(t, self.tiles_m, self.tiles_n, self.config.group_m)
             return b, m, n, k0, k1
@@ -129,12 +129,15 @@ def rasterise(t, tiles_m, tiles_n, group_m: gl.constexpr):
 
 
 @gluon.jit
-def by_chunks(t, tiles_m, tiles_n, owners, chunk_m: gl.constexpr):
+def by_chunks(t, config: gl.constexpr):
     """Tile number -> number of the owner, tile row, tile column: `chunk_m` tile rows of each owner in turn, then the next ones.
     So all ranks store to another one each at any time, and a chunk of all owners is done as early as may be."""
-    chunk = t // (owners * chunk_m * tiles_n)
-    r = t - chunk * (owners * chunk_m * tiles_n)
-    rows = gl.minimum(tiles_m - chunk * chunk_m, chunk_m)
-    owner = r // (rows * tiles_n)
-    r = r % (rows * tiles_n)
-    return owner, chunk * chunk_m + r % rows, r // rows
+    size: gl.constexpr = config.owners * config.chunk_m * config.owner_n
+    chunk = t // size
+    r = t % size
+    rows = gl.minimum(config.owner_m - chunk * config.chunk_m, config.chunk_m)
+    if config.owner_m % config.chunk_m == 0:
+        rows = config.chunk_m
+    owner = r // (rows * config.owner_n)
+    r = r % (rows * config.owner_n)
+    return owner, chunk * config.chunk_m + r % rows, r // rows

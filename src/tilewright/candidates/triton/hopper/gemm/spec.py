@@ -61,7 +61,9 @@ class KernelConfig(TileConfig):
     consumer_registers: int  # of a thread, of 64K in all
     producer_registers: int  # of a thread of the warp that loads: more where words are asked for as well
     owners: int = 0  # ranks into whose memory tiles go, each of which owns the rows of a matrix of the batch; 0: they stay here
-    chunk_m: int = 0  # tile rows of an owner that it is told of at once
+    owner_m: int = 0  # tile rows of each
+    owner_n: int = 0  # tiles of each of them
+    chunk_m: int = 0  # tile rows that an owner is told of at once
     counters_at: int = 0  # places of counters and of flags in a rank's memory
     flags_at: int = 0
 
@@ -238,10 +240,14 @@ class KernelSpec:
         if self.chunks is not None:
             constants |= {
                 "owners": self.chunks.ranks,
+                "owner_m": -(-plan.M // tile.tile_m),
+                "owner_n": -(-plan.N // tile.tile_n),
                 "chunk_m": self.chunks.chunk // tile.tile_m,
                 "counters_at": COUNTERS,
                 "flags_at": self.chunks.flags[0],
             }
+            if not tile.pingpong:  # more state between tiles: fewer registers spill so
+                constants |= {"consumer_registers": 232, "producer_registers": 40}
         return KernelConfig(**constants)
 
     def at(self, problem: Problem, tile: TileConfig, values: Mapping[str, int]) -> Self:
