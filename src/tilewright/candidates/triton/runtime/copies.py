@@ -3,7 +3,7 @@ them. Nothing here takes a multiprocessor for longer than a few µs.
 
 Each rank has memory that all of its group reach, twice, for calls that take turns (channels):
 
-    own words      epoch: calls that are over; the number of the call under way (epoch + 1); ns to wait for a rank
+    own words      epoch: calls that are over; the number of the call under way (epoch + 1); ns to wait for a rank; its place
     free flags     one of each rank: the number of the last call in which it had read all that was sent to it
     arrived flags  of each rank `FLAGS`, one for each piece that it sends in a call
     data           what ranks send
@@ -19,7 +19,7 @@ rank says so to all, and counts the call (`end`), by a kernel that stores into t
 Numbers are kept in memory and compared by their difference, so a CUDA graph may be replayed, and they may wrap. Which channel a
 call takes is counted on the host: ranks make the same calls in the same order, and a graph keeps the channel of its capture.
 
-A wait ends after the limit: results are wrong then, and a word that the host reads names the rank.
+A wait ends after the limit: results are wrong then, a word that the host reads names the rank, and further waits end at once.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from tilewright.ir.mesh import Symmetric
 from tilewright.sizes import next_power_of_2
 
 LINE = 128  # bytes: what a rank's flags have to themselves
-EPOCH, CALL, LIMIT = 0, 4, 16  # places of the own words, in bytes
+EPOCH, CALL, LIMIT, PLACE = 0, 4, 16, 24  # places of the own words, in bytes
 MOST_RANKS, FLAGS = 16, 32
 FREE, ARRIVED, DATA = LINE, LINE * (1 + MOST_RANKS), 1 << 13  # places in a channel
 CHANNELS = 2
@@ -52,7 +52,8 @@ WAIT = (
     "setp.lt.u32 q, t, $4; setp.ne.and.u32 q, t, $8, q; mad.wide.u32 a, t, $5, $3; mov.u64 x, %globaltimer; "
     "L: mov.b32 f, v; @q ld.acquire.sys.global.b32 f, [a]; sub.s32 f, f, v; setp.ge.s32 w, f, 0; @w bra D; "
     "mov.u64 y, %globaltimer; sub.s64 y, y, x; setp.lt.s64 w, y, z; @w bra L; "
-    "add.s32 t, t, $7; add.s32 t, t, 1; st.relaxed.sys.global.b32 [$2], t; D: mov.b32 $0, 0; }"
+    "add.s32 t, t, $7; add.s32 t, t, 1; st.relaxed.sys.global.b32 [$2], t; "
+    f"mov.b64 z, 0; st.relaxed.sys.global.b64 [$1+{LIMIT}], z; D: mov.b32 $0, 0; }}"
 )
 WAIT_TYPES = {"words": "*i32", "late": "*i32", "flags": "*i32"}
 WAIT_NUMBERS = ("count", "stride", "more", "first", "without", "begins")
@@ -138,11 +139,12 @@ class Copies:
     Attributes:
         ranks, own: how many ranks there are, and this one's place.
         lane: the stream of the copies.
+        late: a word that the host reads: one more than the place of a rank that was waited for in vain.
     """
 
     def __init__(self, memory: Symmetric, sizes: Sizes, target: Target, code: tuple[Built, Built]) -> None:
         self.ranks, self.own, self.lane = sizes.ranks, memory.own, lane(target.device)
-        self._memory, self._late = memory, memory.late.data_ptr()
+        self._memory, self.late = memory, memory.late
         self._wait = launcher(code[0].kernel, (1,), target.index).run
         self._end = launcher(code[1].kernel, (1,), target.index).run
         each = sizes.channel_bytes
@@ -150,6 +152,7 @@ class Copies:
         self._words = [(c[self.own][:LINE].view(torch.int32), *self._told(c)) for c in self._channels]
         for words, *_ in self._words:
             words[LIMIT // 4 : LIMIT // 4 + 2].view(torch.int64).fill_(int(1e9 * memory.limit_s))
+            words[PLACE // 4].fill_(memory.own)
         self._at = 0
 
     def _told(self, channel: Sequence[torch.Tensor]) -> tuple[torch.Tensor, list[int], list[torch.Tensor]]:
@@ -164,6 +167,11 @@ class Copies:
         self._at = next(self._memory.turns) % CHANNELS
         self._waits(FREE, self.ranks, LINE, 0, 0, self.ranks, 1)
         self.lane.follow()
+
+    @property
+    def words(self) -> torch.Tensor:
+        """The channel of this rank in this call, from its own words on, in words."""
+        return self._channels[self._at][self.own].view(torch.int32)
 
     def data(self, rank: int) -> torch.Tensor:
         """The data of a rank, as bytes: what is sent to it in this call."""
@@ -189,7 +197,7 @@ class Copies:
 
     def _waits(self, place: int, *numbers: int) -> None:
         own = self._channels[self._at][self.own].data_ptr()
-        self._wait(own, self._late, own + place, *numbers)
+        self._wait(own, self.late.data_ptr(), own + place, *numbers)
 
     def end(self) -> None:
         """End a call, of which the current stream has all reads: tell all ranks, once this one's copies are done, too."""

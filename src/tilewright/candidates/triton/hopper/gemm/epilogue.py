@@ -52,7 +52,7 @@ def write(spec: KernelSpec) -> KernelSource:
         {name: (_annotated(arguments), _of_each_store(bodies)) for name, (arguments, bodies) in functions.items()},
         numbers.numbers,
         [*spec.scratch, *spec.extents],
-        f"rewritten by {REWRITE_DIGEST}",
+        f"rewritten by {REWRITE_DIGEST}{spec.note}",
     )
 
 

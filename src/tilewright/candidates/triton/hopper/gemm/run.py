@@ -13,7 +13,7 @@ from tilewright.candidates.triton.hopper.gemm.plan import Matrix
 from tilewright.candidates.triton.hopper.gemm.spec import KernelSpec
 from tilewright.candidates.triton.hopper.gemm.tma import with_descriptors
 from tilewright.candidates.triton.hopper.ptx import Rewrite, multicast, narrowed, rewriting, split, unsigned, widest_products
-from tilewright.candidates.triton.runtime.launch import caller
+from tilewright.candidates.triton.runtime.launch import caller, pointers
 from tilewright.candidates.triton.runtime.module import Built, build, launcher
 from tilewright.ir.graph import toposort
 from tilewright.ir.ops import Dequantize, Param
@@ -79,6 +79,7 @@ def runner(spec: KernelSpec, built: Built, weights: Mapping[int, torch.Tensor]) 
         partial_sums = 2 * spec.tile.blocks * config.tile_m * config.padded_n * spec.acc.size_bytes(1)
         arrivals = spec.tile.stream_k * config.consumers * (2 if config.multicast else 1)
         given += [Pointer("scratch", partial_sums), Pointer("counters", arrivals)]
+    given += pointers("source", spec.shared)
     problem = spec.plan.problem
     return caller(start, given, len(problem.types), problem.outputs, constant, target, operands=operands)
 
