@@ -1,8 +1,13 @@
 """Products in pieces that overlap with copies between ranks: ranks in one address space, launches and copies in turns."""
 
+import ctypes
+from types import SimpleNamespace
+
 import pytest
+import torch
 from ptx import H200
 
+from tilewright.errors import UnsupportedError
 from tilewright.schedule.candidate import Schedule, concerns, discover, plan_for, refusal
 
 pytest.importorskip("triton")
@@ -10,7 +15,7 @@ pytest.importorskip("triton")
 from pushed import between, found_wrong, late, results, right
 
 from tilewright.candidates import chunked
-from tilewright.candidates.triton.runtime import copies
+from tilewright.candidates.triton.runtime import copies, cubin
 
 PREFERRED = ("hopper", "triton", "triton_norm")
 
@@ -144,3 +149,25 @@ def test_machine_code_waits_for_the_system_and_has_no_multicast():
     wait, end = (built.kernel.asm["ptx"] for built in copies.Sizes(4, 1 << 20).machine_code(H200))
     assert "ld.acquire.sys.global" in wait and end.count("st.release.sys.global") == 4
     assert "multimem" not in wait + end
+
+
+def test_a_lane_copies_by_the_driver_and_says_what_that_refuses(monkeypatch):
+    asked, status = [], [0]
+    kinds = ctypes.c_int, ctypes.c_uint64, ctypes.c_uint64, ctypes.c_size_t, ctypes.c_void_p
+    copy = ctypes.CFUNCTYPE(*kinds)(lambda *given: (asked.append(given), status[0])[1])
+    stream = SimpleNamespace(cuda_stream=7, wait_event=lambda e: asked.append(("wait", e)))
+    event = SimpleNamespace(record=lambda s: asked.append(("record", s)))
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: stream)
+    monkeypatch.setattr(torch.cuda, "Event", lambda: event)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
+    monkeypatch.setattr(copies, "driver", lambda: None)
+    monkeypatch.setattr(ctypes, "CFUNCTYPE", lambda *kinds: lambda named: copy)
+    lane = copies.Lane("cuda:0")
+    lane.follow()
+    lane.copy(1 << 40, 2 << 40, 3 << 32)
+    lane.join()
+    assert asked == [("record", stream), ("wait", event), (1 << 40, 2 << 40, 3 << 32, 7), ("record", stream), ("wait", event)]
+    status[0] = 1
+    monkeypatch.setattr(cubin, "driver", lambda: SimpleNamespace(cuGetErrorName=lambda *_: 0))
+    with pytest.raises(UnsupportedError, match="the CUDA driver cannot copy between ranks: error 1"):
+        lane.copy(1, 2, 3)

@@ -24,12 +24,14 @@ A wait ends after the limit: results are wrong then, a word that the host reads 
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
 from tilewright.candidates.triton.expressions.text import KernelSource
+from tilewright.candidates.triton.runtime.cubin import check, driver
 from tilewright.candidates.triton.runtime.module import IMPORTS, Built, arch_of, build, launcher
 from tilewright.hardware.target import Target
 from tilewright.ir.mesh import Symmetric
@@ -78,24 +80,32 @@ def _kernel(pointers: Sequence[str], numbers: Sequence[str], asm: str) -> Kernel
 
 
 class Lane:
-    """A stream beside torch's current one, for copies."""
+    """A stream beside torch's current one, for copies. They are begun through the CUDA driver, past torch: there may be dozens
+    before the kernel that waits for others' is launched."""
 
     def __init__(self, device: str) -> None:
         self._device = torch.device(device)
-        self._stream = torch.cuda.Stream(self._device)
+        self._stream, self._event = torch.cuda.Stream(self._device), torch.cuda.Event()
+        kinds = ctypes.c_int, ctypes.c_uint64, ctypes.c_uint64, ctypes.c_size_t, ctypes.c_void_p
+        self._copy = ctypes.CFUNCTYPE(*kinds)(("cuMemcpyDtoDAsync_v2", driver()))
 
     def follow(self) -> None:
         """Have what comes on it wait for all that the current stream has now."""
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        self._event.record(torch.cuda.current_stream(self._device))
+        self._stream.wait_event(self._event)
 
     def join(self) -> None:
         """Have the current stream wait for all that it has now."""
-        torch.cuda.current_stream(self._device).wait_stream(self._stream)
+        self._event.record(self._stream)
+        torch.cuda.current_stream(self._device).wait_event(self._event)
 
-    def copy(self, to: torch.Tensor, of: torch.Tensor) -> None:
-        """Copy bytes on it; what is read must live until the current stream has joined."""
-        with torch.cuda.stream(self._stream):
-            to.copy_(of, non_blocking=True)
+    def copy(self, to: int, of: int, count: int) -> None:
+        """Copy bytes between addresses on it; what is read must live until the current stream has joined.
+
+        Raises:
+            UnsupportedError: the driver does not.
+        """
+        check(self._copy(to, of, count, self._stream.cuda_stream), "cannot copy between ranks")
 
     def here(self, to: torch.Tensor, of: torch.Tensor) -> None:
         """Copy on the current stream."""
@@ -149,18 +159,12 @@ class Copies:
         self._end = launcher(code[1].kernel, (1,), target.index).run
         each = sizes.channel_bytes
         self._channels = [[b[i * each : (i + 1) * each] for b in memory.buffers] for i in range(CHANNELS)]
-        self._words = [(c[self.own][:LINE].view(torch.int32), *self._told(c)) for c in self._channels]
-        for words, *_ in self._words:
+        self._addresses = [[b.data_ptr() for b in c] for c in self._channels]
+        for channel in self._channels:
+            words = channel[self.own][:LINE].view(torch.int32)
             words[LIMIT // 4 : LIMIT // 4 + 2].view(torch.int64).fill_(int(1e9 * memory.limit_s))
             words[PLACE // 4].fill_(memory.own)
         self._at = 0
-
-    def _told(self, channel: Sequence[torch.Tensor]) -> tuple[torch.Tensor, list[int], list[torch.Tensor]]:
-        """The word that has a call's number, addresses of this rank's free flag with each rank, and its arrived flags there."""
-        free = [b.data_ptr() + FREE + self.own * LINE for b in channel]
-        mine = ARRIVED + self.own * LINE
-        arrived = [b[mine : mine + 4 * FLAGS].view(torch.int32) for b in channel]
-        return channel[self.own][CALL : CALL + 4].view(torch.int32), free, arrived
 
     def begin(self) -> None:
         """Begin a call: wait until all ranks have read what the last one of its channel sent. Then the lane may send."""
@@ -179,13 +183,13 @@ class Copies:
 
     def send(self, rank: int, place: int, of: torch.Tensor) -> None:
         """Copy a dense tensor into a rank's data, from a byte on, on the lane."""
-        given = of.reshape(-1).view(torch.uint8)
-        self.lane.copy(self.data(rank)[place : place + given.numel()], given)
+        assert of.is_contiguous()
+        self.lane.copy(self._addresses[self._at][rank] + DATA + place, of.data_ptr(), of.nbytes)
 
     def tell(self, rank: int, flag: int) -> None:
         """Set a flag of this rank with another one, behind what was sent to it."""
-        _, call, _, arrived = self._words[self._at]
-        self.lane.copy(arrived[rank][flag : flag + 1], call)
+        here = self._addresses[self._at]
+        self.lane.copy(here[rank] + ARRIVED + self.own * LINE + 4 * flag, here[self.own] + CALL, 4)
 
     def wait(self, rank: int, flag: int) -> None:
         """Have the current stream wait for a flag of a rank."""
@@ -196,14 +200,14 @@ class Copies:
         self._waits(ARRIVED + 4 * flag, self.ranks, LINE, 1, 0, self.own, 0)
 
     def _waits(self, place: int, *numbers: int) -> None:
-        own = self._channels[self._at][self.own].data_ptr()
+        own = self._addresses[self._at][self.own]
         self._wait(own, self.late.data_ptr(), own + place, *numbers)
 
     def end(self) -> None:
         """End a call, of which the current stream has all reads: tell all ranks, once this one's copies are done, too."""
         self.lane.join()
-        words, _, free, _ = self._words[self._at]
-        self._end(words.data_ptr(), *free)
+        here = self._addresses[self._at]
+        self._end(here[self.own], *(there + FREE + self.own * LINE for there in here))
 
 
 lane = Lane  # which tests replace
