@@ -12,7 +12,8 @@ fused products.
 Times are µs of a CUDA graph, of the slowest rank, the median over rounds. Before each call the L2 cache is overwritten, which
 is timed alone and taken off. "limit" is the larger of the product alone and the bytes a rank sends over the link's rate,
 measured first. Every way is compared with ours. With --replays, graphs of ours are replayed with delays of each rank drawn by
-lot, and wrong bytes counted. It has not run on several GPUs yet. NVLink multicast is off. With $OUT, all goes to a JSON file.
+lot, and wrong bytes counted. --points lists the points that were tried, as launched, not in a graph: whether they were right,
+and what they took. It has not run on several GPUs yet. NVLink multicast is off. With $OUT, all goes to a JSON file.
 """
 
 from __future__ import annotations
@@ -43,6 +44,7 @@ from tilewright.ir.mesh import Mesh, Placement
 from tilewright.ir.notation import parse
 from tilewright.ir.ops import AllGather, AllReduce, LayerNorm, Quantize, ReduceScatter
 from tilewright.on_mesh import MeshProgram
+from tilewright.schedule.candidate import Schedule, labelled
 
 LAYERS = {"qkv": ("all_gather", 10240, 8192), "o": ("reduce", 8192, 8192), "gate_up": ("all_gather", 57344, 8192)}
 LAYERS["down"] = ("reduce", 8192, 28672)  # N and K of the whole weight
@@ -212,7 +214,16 @@ class Layer:
     def ours(self, budget: float) -> Run:
         made = tilewright.compile(self.program(), mesh=f"tp={self.job.world}", budget_s=budget, device=self.job.device)
         program = cast("MeshProgram", made)
-        self.kernels = [s.decision.kernel.candidate for s in program.steps if s.decision is not None]
+        decisions = [s.decision for s in program.steps if s.decision is not None]
+        self.kernels = [d.kernel.candidate for d in decisions]
+        self.points = [
+            f"{labelled(name, first_knobs(schedule))}: {why}"
+            for d in decisions
+            for name, schedule, why in [
+                (d.kernel.candidate, d.kernel.schedule, f"{d.time_us or 0.0:.1f} µs, taken"),
+                *((r.candidate, r.schedule, r.why) for r in d.rejected),
+            ]
+        ]
         names = [label_of(n) for n in program.graph.inputs]
         given = {**self.given, "residual": self.residual}
         held = program.input_types
@@ -300,6 +311,11 @@ class Layer:
         return size * (self.job.world - 1) // self.job.world * (2 if self.collective == "all_reduce" else 1)
 
 
+def first_knobs(schedule: Schedule) -> Schedule:
+    """A point without those of its pieces."""
+    return Schedule(tuple((name, value) for name, value in schedule.knobs if "." not in name))
+
+
 def packed_by_torch(codes: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """4-bit weights as torch's product reads them."""
     unsigned = (codes + 8).to(torch.uint8)
@@ -369,8 +385,11 @@ def cases(layers: Sequence[str], dtypes: Sequence[str], rows: Sequence[int], wor
 @click.option("--rounds", default=9, show_default=True)
 @click.option("--seconds", default=540.0, show_default=True, help="After which no further case is begun.")
 @click.option("--replays", default=0, show_default=True, help="Of graphs with delays, of each case of up to 64 rows.")
+@click.option("--points", is_flag=True, help="Say of each point that was tried what it took, or why not.")
 @click.option("--tiny", is_flag=True, help="Small shapes on a CPU.")
-def main(layers: str, dtypes: str, rows: str, budget: float, rounds: int, seconds: float, replays: int, tiny: bool) -> None:
+def main(
+    layers: str, dtypes: str, rows: str, budget: float, rounds: int, seconds: float, replays: int, points: bool, tiny: bool
+) -> None:
     """Time each case; see the head of this file."""
     cuda = torch.cuda.is_available() and not tiny
     local = int(os.environ.get("LOCAL_RANK", "0"))
@@ -414,6 +433,8 @@ def main(layers: str, dtypes: str, rows: str, budget: float, rounds: int, second
                 f"{name:8}{dtype:5}{m:5} {collective:15} {times}  limit {row['limit']:.1f}  best/ours "
                 f"{best / row['us']['ours']:.2f}  off {worst:.2g}  {'+'.join(layer.kernels)}  {row.get('stress', '')}"
             )
+            for line in layer.points if points else ():
+                click.echo(f"    {line[:200]}")
     if job.rank == 0 and os.environ.get("OUT"):
         made = {"link_gbps": rate, "world": job.world, "rows": table}
         Path(os.environ["OUT"], f"several_gpus_tp{job.world}.json").write_text(json.dumps(made, indent=1))

@@ -82,7 +82,7 @@ def test_who_shares_no_memory_says_so_on_every_rank():
     assert reached == "[64, 64] 0 True"  # this rank's own, zeros, and the other one's
     assert environment == "['1', '0', '1']"
     assert "multicast on, though its environment forbids it" in multicast
-    assert "rank 1 did not send its sums in time" in late
+    assert "rank 1 did not send its values in time" in late
 
 
 def one_alone(rank: int) -> object:

@@ -28,8 +28,9 @@ from tilewright.hardware.target import Target
 from tilewright.ir.build import convert, map_
 from tilewright.ir.graph import Node, substitute, toposort
 from tilewright.ir.mesh import team
-from tilewright.ir.ops import AllGather, AllReduce, Param, ReduceScatter
+from tilewright.ir.ops import AllReduce, Param, ReduceScatter
 from tilewright.ir.types import TensorType
+from tilewright.lowering.gathered import Gathered, gathering
 from tilewright.lowering.rows import Rows, rows_of
 from tilewright.lowering.stages import BY, Stage, Stages, chosen_of, joined, plan_of_piece
 from tilewright.schedule.candidate import (
@@ -55,7 +56,6 @@ CHUNKS[REDUCE] = {PUSH: (2, 4), LIBRARY: (2, 4)}
 FEWEST_ROWS, FEWEST_OF_PIECE = 256, 32  # on a GPU: what is shorter begins for longer than it travels
 MOST_RANKS = 16
 SUMMAND = 1 << 16  # number of the first rank's sums among the values that a piece reads
-ALIGNED = 128  # bytes, of what lies one behind the other in a rank's data
 PIECE_BUDGET_S = 0.1
 
 
@@ -73,34 +73,6 @@ class Piece:
 
 
 @dataclass(frozen=True)
-class Gathered:
-    """An operand whose rows are gathered.
-
-    Attributes:
-        source, value: places of what this rank has, and of the whole, among the problem's values.
-        type: of the whole.
-        offset: of its bytes in the data that ranks send.
-        stage: the operation, over a stand-in.
-    """
-
-    source: int
-    value: int
-    type: TensorType
-    offset: int
-    stage: Node
-
-    @property
-    def bytes(self) -> int:
-        """Bytes as torch has them."""
-        return self.type.dtype.to_torch().itemsize * self.type.elements
-
-    def seen(self, data: torch.Tensor) -> torch.Tensor:
-        """The whole in memory."""
-        part = data[self.offset : self.offset + self.bytes]
-        return part.view(self.type.dtype.to_torch()).view(self.type.shape)
-
-
-@dataclass(frozen=True)
 class Plan:
     """A product with operations between ranks before or behind it.
 
@@ -111,6 +83,7 @@ class Plan:
         before, product, tail: its stages: fusions of this rank and gathers; what multiplies; what follows a reduction.
         met: the first operation between ranks, over a stand-in.
         results: the place of each result among the stages' values.
+        gathered: the operands that are gathered.
     """
 
     problem: Problem
@@ -123,6 +96,7 @@ class Plan:
     met: Node
     tail: tuple[Stage, ...]
     results: tuple[int, ...]
+    gathered: tuple[Gathered, ...] = ()
 
     @property
     def multiplied(self) -> Problem:
@@ -135,26 +109,11 @@ class Plan:
         """The place of reduced sums among the values."""
         return len(self.problem.types) + 1
 
-    @cached_property
-    def gathered(self) -> tuple[Gathered, ...]:
-        """The operands that are gathered."""
-        found: list[Gathered] = []
-        value, offset = len(self.problem.types), 0
-        for stage in self.before:
-            if isinstance(stage.what, Node):
-                found.append(Gathered(stage.places[0], value, stage.what.tensor, offset, stage.what))
-                offset += -(-found[-1].bytes // ALIGNED) * ALIGNED
-                value += 1
-            else:
-                value += len(stage.what.outputs)
-        return tuple(found)
-
     @property
     def data_bytes(self) -> int:
         """Bytes that a rank receives in a call, its own share counted."""
         if self.kind == GATHER:
-            last = self.gathered[-1]
-            return last.offset + last.bytes
+            return self.gathered[-1].end
         whole = self.multiplied.outputs[0]
         size = whole.dtype.to_torch().itemsize * whole.elements
         return 2 * size if self.kind == REDUCE else size
@@ -394,8 +353,7 @@ def gather_push(
     for peer in _others(here, ranks):
         for j in range(chunks):
             for g, mine in zip(plan.gathered, own, strict=True):
-                row = g.bytes // g.type.shape[0]
-                copies.send(peer, g.offset + (here * chunks + j) * each * row, mine.narrow(0, j * each, each))
+                copies.send(peer, g.offset + (here * chunks + j) * each * g.row_bytes, mine.narrow(0, j * each, each))
             copies.tell(peer, j)
     results = _results(plan)
     come = [g.seen(copies.data(here)) for g in plan.gathered]
@@ -419,10 +377,7 @@ def gather_library(
     each = product.piece.rows.rows
     library.follow()
     coming = [
-        [
-            library.meet(_with_rows(g.stage, each), part)
-            for g, part in zip(plan.gathered, _rows(own, j * each, each), strict=True)
-        ]
+        [library.meet(_with_rows(g.op, each), part) for g, part in zip(plan.gathered, _rows(own, j * each, each), strict=True)]
         for j in range(chunks)
     ]
     results = _results(plan)
@@ -547,7 +502,7 @@ def _follow(
     total: torch.Tensor,
     copies: Copies | None = None,
 ) -> None:
-    """What follows the sums of some rows, into the results."""
+    """Compute what follows the sums of some rows, into the results."""
     copy = torch.Tensor.copy_ if copies is None else copies.lane.here
     rows = total.shape[0]
     if tail:
@@ -591,30 +546,16 @@ def plan(problem: Problem, target: Target) -> Plan:
         Unsupported: the reason why there is none.
     """
     found = Stages(problem)
-    at = next(i for i, s in enumerate(found.stages) if isinstance(s.what, Problem))
-    before, product, behind = found.stages[:at], found.stages[at], found.stages[at + 1 :]
-    between = [s for s in (*before, *behind) if isinstance(s.what, Node)]
-    assert isinstance(product.what, Problem) and between
-    met = cast("Node", between[0].what)
-    op = met.op
-    made = Plan(problem, target, GATHER, (), 0, tuple(before), product, met, (), found.results)
-    if isinstance(op, AllGather):
-        same = all(isinstance(s.what, Node) and s.what.op == op for s in between)
-        if behind or not same or op.axis != 0 or op.ranks == 1:
-            raise Unsupported("rows are gathered, or sums reduced, but not both, and nothing else travels")
-        made = replace(made, over=op.over, ranks=op.ranks)
-        axes = rows_of(product.what, 1).axes
-        if any(axes.get(product.places.index(g.value) if g.value in product.places else -1) != 0 for g in made.gathered):
-            raise Unsupported("what is gathered is no rows of the left operand")
-        places = {g.value for g in made.gathered}
-        if any(places & {*s.places} for s in before) or places & {*found.results}:
-            raise Unsupported("what is gathered is read by others, too")
+    product, *behind = found.stages
+    if not isinstance(product.what, Problem):
+        g = gathering(problem, found)
+        met = g.operands[0].op
+        made = Plan(problem, target, GATHER, g.over, g.ranks, g.before, g.product, met, (), g.results, g.operands)
     else:
-        _reduced(problem, found, before, behind, met)
-        assert isinstance(op, (AllReduce, ReduceScatter))
+        op, met = _reduced(problem, found)
         kind = SCATTER if isinstance(op, ReduceScatter) else REDUCE
-        made = replace(made, kind=kind, over=op.over, ranks=op.ranks, tail=tuple(behind[1:]))
-    rows = product.what.M
+        made = Plan(problem, target, kind, op.over, op.ranks, (), product, met, tuple(behind[1:]), found.results)
+    rows = made.multiplied.M
     if made.ranks > MOST_RANKS:
         raise Unsupported(f"{made.ranks} ranks: up to {MOST_RANKS}")
     if target.kind == "cuda" and rows < FEWEST_ROWS:
@@ -624,23 +565,24 @@ def plan(problem: Problem, target: Target) -> Plan:
     return made
 
 
-def _reduced(problem: Problem, found: Stages, before: Sequence[Stage], behind: Sequence[Stage], met: Node) -> None:
-    """See that the sums of a product are reduced, and nothing else travels.
+def _reduced(problem: Problem, found: Stages) -> tuple[AllReduce | ReduceScatter, Node]:
+    """The reduction of a product's sums, beside which nothing travels.
 
     Raises:
-        Unsupported: the sentence why not.
+        Unsupported: the sentence why there is none.
     """
-    op, count = met.op, len(problem.types)
-    if not isinstance(op, (AllReduce, ReduceScatter)) or before or behind[0].what is not met or len(behind) > 2:
+    (met, *tail), count = found.stages[1:], len(problem.types)
+    assert isinstance(met.what, Node)
+    op = met.what.op
+    if not isinstance(op, (AllReduce, ReduceScatter)) or any(isinstance(s.what, Node) for s in tail) or op.ranks == 1:
         raise Unsupported("more than the product's sums travel")
-    if any(isinstance(s.what, Node) for s in behind[1:]) or op.ranks == 1:
-        raise Unsupported("more than the product's sums travel")
-    if behind[0].places != (count,) or any(count in s.places for s in behind[1:]) or count in found.results:
+    if met.places != (count,) or any(count in s.places for s in tail) or count in found.results:
         raise Unsupported("the sums of one rank are read, too")
-    if op.fn != "add" or met.dtype not in (F32, BF16, F16):
-        raise Unsupported(f"{op.fn} of {met.dtype.name}: sums of f32, bf16 or f16 are added up")
+    if op.fn != "add" or met.what.dtype not in (F32, BF16, F16):
+        raise Unsupported(f"{op.fn} of {met.what.dtype.name}: sums of f32, bf16 or f16 are added up")
     if isinstance(op, ReduceScatter) and op.axis != 0:
         raise Unsupported("rows alone are shared out")
+    return op, met.what
 
 
 CANDIDATE = Candidate("chunked", GEMM, GPU, 51, plan, ranks="several")

@@ -35,7 +35,7 @@ class Rows:
 
     @property
     def rows(self) -> int:
-        """How many rows it is for."""
+        """The number of rows that it is for."""
         return self.problem.outputs[0].shape[0]
 
 

@@ -174,7 +174,7 @@ class ProcessTeam:
         for (over, _), memory in self._symmetric.items():
             if self._error is None and (late := int(memory.late)):
                 rank = self._group(over).members[late - 1]
-                self._error = PeerError(f"rank {rank} did not send its sums in time", hint=f"see what rank {rank} does")
+                self._error = PeerError(f"rank {rank} did not send its values in time", hint=f"see what rank {rank} does")
         if self._error is None and self.peers.own.failed:
             self._error = PeerError(self.peers.own.failed, hint="compile the program again on every rank")
         if self._error is not None:

@@ -160,6 +160,9 @@ def producer(mainloop, problem):
     first, last, every = scheduler.tile_range(0, 1)
     for j in range(first, last, every):
         b, m, n, k0, k1 = scheduler.tile(j)
+        if config.gathers:
+            m = left.turned(m, scheduler.tiles_m)
+            left.wait(m)
         for k in range(k0, k1):
             ring.acquire(pipe_write)
             ring.expect(pipe_write, config.stage_bytes)
@@ -218,6 +221,8 @@ def consumer(group: gl.constexpr, mainloop, epilogue, reduction, order, scratch,
             order_phase = order_phase ^ 1
         if config.stream_k or config.block_scaled or left.scaled:  # one thing after the other
             b, m, n, k0, k1 = scheduler.tile(j)
+            if config.gathers:
+                m = left.turned(m, scheduler.tiles_m)
             tile = epilogue.tile(b, m, n, group)
             if config.block_scaled:
                 sums, pipe_read = mainloop.block_scaled(pipe_read, box, scales, tile, problem.M, k1)
@@ -240,6 +245,8 @@ def consumer(group: gl.constexpr, mainloop, epilogue, reduction, order, scratch,
                 if config.deferred_store:
                     epilogue.store_deferred(deferred, deferred_tile, k, group)
             b, m, n, k0, k1 = scheduler.tile(j)
+            if config.gathers:
+                m = left.turned(m, scheduler.tiles_m)
             tile = epilogue.tile(b, m, n, group)
             if config.aux_load:
                 epilogue.load_aux(0, tile, group)

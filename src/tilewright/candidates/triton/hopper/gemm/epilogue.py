@@ -56,7 +56,7 @@ def write(spec: KernelSpec) -> KernelSource:
         {name: (_annotated(arguments), _of_each_store(bodies)) for name, (arguments, bodies) in functions.items()},
         numbers.numbers,
         [*spec.scratch, *spec.extents],
-        f"rewritten by {REWRITE_DIGEST}{f', statements of {STATEMENTS}' if config.owners else ''}",
+        f"rewritten by {REWRITE_DIGEST}{f', statements of {STATEMENTS}' if config.owners else ''}{spec.note}",
     )
 
 

@@ -23,7 +23,7 @@ from tilewright.candidates.triton.hopper.ptx import (
     unsigned,
     widest_products,
 )
-from tilewright.candidates.triton.runtime.launch import caller
+from tilewright.candidates.triton.runtime.launch import caller, pointers
 from tilewright.candidates.triton.runtime.module import Built, build, launcher
 from tilewright.ir.graph import toposort
 from tilewright.ir.mesh import Symmetric
@@ -99,6 +99,7 @@ def runner(spec: KernelSpec, built: Built, weights: Mapping[int, torch.Tensor], 
         partial_sums = 2 * spec.tile.blocks * config.tile_m * config.padded_n * spec.acc.size_bytes(1)
         arrivals = spec.tile.stream_k * config.consumers * (2 if config.multicast else 1)
         given += [Pointer("scratch", partial_sums), Pointer("counters", arrivals)]
+    given += pointers("source", spec.shared)
     return caller(start, given, len(spec.plan.problem.types), outputs, constant, target, operands=operands)
 
 

@@ -115,6 +115,11 @@ class KernelConfig(TileConfig):
         return share if share & (share - 1) == 0 else math.gcd(share, 64)
 
     @property
+    def gathers(self) -> bool:
+        """Rows of the left operand come while the kernel runs (`gathered/`)."""
+        return False
+
+    @property
     def block_scaled(self) -> bool:
         """Sums of 128 products are multiplied by scales."""
         return bool(self.scale_strides)
@@ -295,6 +300,16 @@ class KernelSpec:
         found += [Argument(f"p{i}", pointer_type(types[i].dtype), source=i) for i in sorted(sources)]
         found += [Argument(f"r{i}", pointer_type(t), result=i) for i, s, t in stores if s.view is None]
         return tuple(found)
+
+    @property
+    def note(self) -> str:
+        """Words of what its machine code depends on beside its text."""
+        return ""
+
+    @property
+    def shared(self) -> tuple[int, ...]:
+        """Numbers, as sources, of the last pointers of `scratch`, which are not of scratch memory."""
+        return ()
 
     @property
     def scratch(self) -> dict[str, str]:

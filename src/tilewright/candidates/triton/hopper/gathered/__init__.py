@@ -1,0 +1,1 @@
+"""A gemm whose rows come from other ranks while it runs."""
