@@ -151,9 +151,9 @@ def test_a_call_that_is_not_counted_is_found(monkeypatch):
     assert found_wrong()
 
 
-def test_sums_of_which_the_first_program_tells_are_found(monkeypatch):
-    planted(monkeypatch, chunks_module, "_arrival", "setp.eq.u32 q, c, 1;", "setp.eq.u32 q, c, 0;")
-    line = "bf16[128,64] @ bf16[192,64]^T -> bf16"  # one of two programs has two blocks of three
+def test_sums_told_behind_the_first_part_are_found(monkeypatch):
+    planted(monkeypatch, chunks_module, "_arrival", "setp.eq.u32 q, c, 2;", "setp.eq.u32 q, c, 0;")
+    line = "bf16[128,64] @ bf16[192,64]^T -> bf16"  # three parts
     assert found_wrong(scatter=False, line=line)
 
 

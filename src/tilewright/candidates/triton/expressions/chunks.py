@@ -4,8 +4,9 @@ Each rank owns as many rows of the result, which are cut into chunks. A product 
 adds them up, chunk by chunk; where all ranks want the sums, the owner stores them back, chunk by chunk. A rank's memory, which
 all of its group reach:
 
-    own words     epoch: calls that are over; the call that gave up; programs that are done; this rank; ns to wait for another
-    counters      of a chunk and an owner, tiles that this rank has stored; of a chunk, programs that have stored its sums
+    own words     epoch: calls that are over; the call that gave up; programs that are done; this rank; ns to wait for another;
+                  parts of the last kernel's work that programs took, and of the one that adds up
+    counters      of a chunk and an owner, tiles that this rank has stored; of a chunk, parts whose sums it has stored
     flags         of a chunk and a rank: its tiles are here; its sums are here
     tiles         two slots, of each rank the rows that this one owns
     sums          two slots of the whole result, where all ranks want it
@@ -51,7 +52,7 @@ from tilewright.ir.mesh import Symmetric
 from tilewright.ir.types import TensorType
 
 MOST_CHUNKS = 32
-GAVE_UP, RANK = 4, 12  # places of own words, in bytes
+GAVE_UP, RANK, TAKEN, ADDED = 4, 12, 24, 28  # places of own words, in bytes
 COUNTERS = LINE
 
 
@@ -229,9 +230,21 @@ class ChunkArrival:
             wait(t, c, self.of_sums, owner, owners, chunk, t.v(f"{end} - {chunk} + 1"))
         t.do(f"seen = {key}")
 
+    def take(self, t: Text) -> None:
+        """Write what takes the next part of the work, as `taken`."""
+        taken(t, TAKEN)
+
     def end(self, t: Text, programs: int) -> None:
         """Write what counts the call, where the last of so many programs is done."""
-        end_statement(t, programs, behind=True)  # what comes next takes this kernel's end for that of those ahead
+        # What comes next takes this kernel's end for that of those ahead. Nobody takes work any more.
+        nothing = " ".join(f"@q st.relaxed.gpu.global.b32 [$2+{place}], 0;" for place in (TAKEN, ADDED))
+        end_statement(t, programs, f"@q griddepcontrol.wait; {nothing} ")
+
+
+def taken(t: Text, place: int) -> None:
+    """Write what takes the next part of a kernel's work. Programs that began while the product was at work, on the few SMs that
+    are left, take what comes first; those that begin behind it the rest."""
+    t.do(f"taken = {t.language}.atomic_add({OWN} + {place // 4}, 1, sem='relaxed')")
 
 
 def begin(t: Text) -> None:
@@ -261,13 +274,13 @@ def _wait(chunks: Chunks, flags: int) -> str:
     )
 
 
-def arrive(t: Text, chunks: Chunks, chunk: str, programs: int, ranks: list[str]) -> None:
-    """Write what counts a program whose sums of a chunk are stored, and tells all ranks behind the last one of so many."""
+def arrive(t: Text, chunks: Chunks, chunk: str, parts: int, ranks: list[str]) -> None:
+    """Write what counts a part of a chunk whose sums are stored, and tells all ranks behind the last one of so many."""
     given = ["epoch", f"{OWN}.to(tl.int64)", chunk, *(f"{r}.to(tl.int64)" for r in ranks)]
-    statement(t, _arrival(chunks, programs), "rlr" + "l" * len(ranks), given)
+    statement(t, _arrival(chunks, parts), "rlr" + "l" * len(ranks), given)
 
 
-def _arrival(chunks: Chunks, programs: int) -> str:
+def _arrival(chunks: Chunks, parts: int) -> str:
     """$1 epoch, $2 own words, $3 the chunk, $4 and on the memory of the ranks. The threads of a block meet; the first one
     counts."""
     flags = " ".join(
@@ -276,7 +289,7 @@ def _arrival(chunks: Chunks, programs: int) -> str:
     return (
         "{ .reg .pred q; .reg .b32 t, c, m; .reg .b64 a, b; barrier.sync 0; mov.u32 t, %tid.x; setp.eq.u32 q, t, 0; "
         f"mov.b32 c, -1; mad.wide.u32 a, $3, 4, $2; @q atom.acq_rel.sys.global.add.u32 c, [a+{chunks.sum_counters}], 1; "
-        f"setp.eq.u32 q, c, {programs - 1}; @q st.relaxed.sys.global.b32 [a+{chunks.sum_counters}], 0; "
+        f"setp.eq.u32 q, c, {parts - 1}; @q st.relaxed.sys.global.b32 [a+{chunks.sum_counters}], 0; "
         f"@q fence.acq_rel.sys; ld.global.b32 m, [$2+{RANK}]; mad.lo.s32 m, $3, {chunks.ranks}, m; mul.wide.u32 a, m, 4; "
         f"add.s32 t, $1, 1; {flags} mov.b32 $0, 0; }}"
     )

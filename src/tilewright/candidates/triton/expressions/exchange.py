@@ -225,6 +225,10 @@ class WaitsByRows(Waits, Protocol):
         """Write the number of a program, of which `pieces` in turn have so many rows, in the order in which rows come."""
         ...
 
+    def take(self, t: Text) -> None:
+        """Write what takes the next part of the work, as `taken`."""
+        ...
+
     def wait_for(self, t: Text, first: str | None, rows: int) -> None:
         """Write the wait for so many rows from a first one on, where `seen` does not say that they are there; None: for all of
         them."""
@@ -281,9 +285,10 @@ def _told(t: Text, asm: str, addresses: Sequence[str], epoch: str) -> None:
     statement(t, asm, "r" + "l" * len(addresses), [epoch, *(f"{a}.to({t.language}.int64)" for a in addresses)])
 
 
-def end_statement(t: Text, programs: int, *, behind: bool = False) -> None:
-    """Write what counts a call, where the last of so many programs is done; `behind`: with it the kernel ahead is to be."""
-    _told(t, _end(programs, "@q griddepcontrol.wait; " if behind else ""), [OWN], "epoch")
+def end_statement(t: Text, programs: int, before: str = "") -> None:
+    """Write what counts a call, where the last of so many programs is done; `before`: what that one's first thread does, where
+    `q` holds."""
+    _told(t, _end(programs, before), [OWN], "epoch")
 
 
 def _arrival(push: Push) -> str:

@@ -25,6 +25,7 @@ from tilewright.lowering.access import Access, AccessMap
 from tilewright.lowering.reduction_nest import ReductionNest
 
 DEPENDENT_LAUNCH = "from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait\n"
+TAKEN_BY_EACH = 2  # parts of the work of a kernel that waits by rows, about
 REDUCTIONS = """
 @triton.jit
 def highest(a, b):  # tl.max passes over NaN
@@ -96,7 +97,7 @@ def kernel_text(several: Sequence[Tiles], fp8: frozenset[str], arrival: Waits | 
         several: the nests and their tiles.
         fp8: types that the hardware converts (`module.exact_fp8`).
         arrival: other ranks that send some of the sources, if they do.
-        programs: of a kernel that waits by rows; each does what every so many-th of others would do.
+        programs: of a kernel that waits by rows, each of which takes parts of the work in turn.
     """
     text, total, read = Text(), sum(tiles.grid for tiles in several), sources_of(several)
     by_rows = arrival if isinstance(arrival, WaitsByRows) else None
@@ -104,9 +105,12 @@ def kernel_text(several: Sequence[Tiles], fp8: frozenset[str], arrival: Waits | 
     if by_rows is not None:
         by_rows.wait(text)
         text.do("seen = tl.program_id(0) * 0 - 1")
-        with text.block(f"for number in range(tl.program_id(0), {total}, {programs}):"):
-            text.do("program = number")
-            _nests(text, several, read, fp8, by_rows)
+        each = max(total // (TAKEN_BY_EACH * programs), 1)
+        by_rows.take(text)
+        with text.block(f"while taken < {-(-total // each)}:"):
+            with text.block(f"for program in range(taken * {each}, tl.minimum(taken * {each} + {each}, {total})):"):
+                _nests(text, several, read, fp8, by_rows)
+            by_rows.take(text)
         text.do("gdc_launch_dependents()")  # what is launched early would take room from a rank that is waited for
     else:
         if arrival is not None:  # likewise

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from tilewright.candidates.triton.expressions.chunks import RANK, Chunks, arrive, begin, wait
+from tilewright.candidates.triton.expressions.chunks import ADDED, RANK, Chunks, arrive, begin, taken, wait
 from tilewright.candidates.triton.expressions.exchange import LATE, OWN, SHARED
 from tilewright.candidates.triton.expressions.printer import pointer_type
 from tilewright.candidates.triton.expressions.text import KernelSource, Text
@@ -21,12 +21,14 @@ from tilewright.schedule.candidate import Runner
 WARPS = 8
 VECTOR_BYTES = 16  # that a thread reads or writes at once
 VECTORS = 2  # of each rank that a thread has under way
+TAKEN_BY_EACH = 4  # parts, about
+MOST_BLOCKS = 8
 DEPENDENT_LAUNCH = "from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait\n"
 
 
 @dataclass(frozen=True)
 class Adders:
-    """The kernel of some programs, each of which takes every so many-th block of a chunk.
+    """The kernel of some programs, which take parts of chunks in turn.
 
     Attributes:
         chunks: the memory of ranks.
@@ -43,6 +45,16 @@ class Adders:
         """Elements that a program adds up at a time."""
         return 32 * WARPS * VECTORS * VECTOR_BYTES // self.chunks.dtype.size_bytes(1)
 
+    @property
+    def blocks(self) -> int:
+        """Blocks that a program takes at a time."""
+        return min(max(self.chunks.part // (self.block * TAKEN_BY_EACH * self.programs), 1), MOST_BLOCKS)
+
+    @property
+    def parts(self) -> int:
+        """Parts of a chunk that programs take; of a shorter one the last are empty."""
+        return -(-self.chunks.chunk * self.chunks.columns // (self.blocks * self.block))
+
     def text(self) -> KernelSource:
         """A module with the function `kernel`."""
         c, t, ranks = self.chunks, Text(), range(self.chunks.ranks)
@@ -52,19 +64,27 @@ class Adders:
         t.do(f"rank = tl.load({OWN} + {RANK // 4}, volatile=True)")
         t.do(f"tiles += (epoch & 1) * {c.slot(c.ranks * c.part_room)}")
         t.do(f"place = (epoch & 1) * {c.slot(c.sums_room)} + rank * {c.part}")
-        with t.block(f"for chunk in range({c.count}):"):
-            wait(t, c, False, "0", str(c.ranks), "chunk", "1")
+        part, parts = self.blocks * self.block, self.parts
+        t.do("seen = tl.program_id(0) * 0 - 1")
+        taken(t, ADDED)
+        with t.block(f"while taken < {c.count * parts}:"):
+            t.do(f"chunk = taken // {parts}")
+            with t.block("if chunk != seen:"):
+                wait(t, c, False, "0", str(c.ranks), "chunk", "1")
+            t.do("seen = chunk")
+            t.do(f"first = chunk * {c.chunk * c.columns} + taken % {parts} * {part}")
             t.do(f"end = tl.minimum(chunk * {c.chunk} + {c.chunk}, {c.rows}) * {c.columns}")
-            first, step = f"chunk * {c.chunk * c.columns} + tl.program_id(0) * {self.block}", self.programs * self.block
-            with t.block(f"for at in range({first}, end, {step}):"):
+            with t.block(f"for at in range(first, tl.minimum(first + {part}, end), {self.block}):"):
                 t.do(f"i = at + tl.arange(0, {self.block})")
                 t.do("exists = i < end")
                 for r in ranks:
-                    t.do(f"x{r} = tl.load(tiles + {r * c.slot(c.part_room)} + i, mask=exists, other=0.0).to(tl.float32)")
+                    source = f"tiles + {r * c.slot(c.part_room)} + i"
+                    t.do(f"x{r} = tl.load({source}, mask=exists, other=0.0).to(tl.float32)")
                 t.do(f"y = ({' + '.join(f'x{r}' for r in ranks)}).to(tl.{kind})")
                 for r in ranks:
                     t.do(f"tl.store(to{r} + place + i, y, mask=exists)")
-            arrive(t, c, "chunk", self.programs, [f"of{r}" for r in ranks])
+            arrive(t, c, "chunk", parts, [f"of{r}" for r in ranks])
+            taken(t, ADDED)
         t.do("gdc_wait()")  # what comes next takes the last kernel's end for that of all
         names = [OWN, LATE, "tiles", *(f"to{r}" for r in ranks), *(f"of{r}" for r in ranks)]
         head = f"{IMPORTS}{DEPENDENT_LAUNCH}\n\n@triton.jit\ndef kernel({', '.join(names)}):\n"
