@@ -1,15 +1,15 @@
-"""What the first call of a new length costs on a GPU: BERT from ONNX with open batch and length, and a Llama by torch.compile.
+"""First calls of new lengths on a GPU: BERT from ONNX with open batch and length, and a Llama by torch.compile.
 
     python benchmarks/new_lengths_gpu.py [--device cuda] [--shapes 40] [--tokens 8192] [--layers 4] [--budget 20]
                                          [--width 1024] [--warm 6] [--each] [--model bert.onnx] [--json FILE]
 
 Both programs leave batch and length open. They are called at random shapes, drawn by their logarithms; the first `--warm` stand
 for those that a server has seen, and are left out of the table, but for the kernels that they build. The first call of a shape
-is the longest of its first three, since torch.compile's graphs are run by torch when a shape is met, and captured later. Printed
-are its seconds (median, longest, and how many took a tenth of a second more than a later call), the milliseconds of a later call
-at the same shapes, how many kernels were compiled by then, how many while the others were called, and how often the program was
-read. `--each` builds kernels for each shape, as programs on GPUs did before extents could be their arguments. The
-results are compared with torch's own on the same device.
+is the longest of its first three, since torch runs torch.compile's graphs itself when a shape is met, and they are captured
+later. Printed are its seconds (median, longest, and how many took a tenth of a second more than a later call), the milliseconds
+of a later call at the same shapes, how many kernels were compiled by then, how many while the others were called, and how often
+the program was read. `--each` builds kernels for each shape, as programs on GPUs did before extents could be their arguments.
+The largest error is beside onnxruntime and eager torch, over the largest result.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Programs for ranges on an H200 that is emulated: few kernels are built for many shapes, and results are right at odd lengths."""
+"""Programs for ranges on an emulated H200: few kernels for many shapes, and results that are right at odd lengths."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def test_results_are_right_at_odd_lengths(kind, builds):
     graph = _graph(model, kind)
     with emulating(How()):
         program = compiler.compile(graph, dims=True, budget_s=0, device="cuda", cache=False)
-        for batch, length in ODD:
+        for batch, length in [(1, 1), (2, 17), (1, 129)]:
             given = _arguments(kind, batch, length)
             found = program(*given)
             with torch.no_grad():

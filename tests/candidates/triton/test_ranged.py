@@ -11,6 +11,7 @@ from ranged_code import Code
 from w4_problems import posed
 
 from tilewright.candidates.triton.attention.candidate import CANDIDATE as ATTENTION
+from tilewright.candidates.triton.expressions.text import OPEN, Text, UnknownError
 from tilewright.candidates.triton.gemm.candidate import CANDIDATE as GEMM
 from tilewright.candidates.triton.hopper.attention.candidate import CANDIDATE as HOPPER_ATTENTION
 from tilewright.candidates.triton.hopper.gemm.candidate import CANDIDATE as HOPPER
@@ -21,11 +22,11 @@ from tilewright.candidates.triton.normalization.candidate import CANDIDATE as NO
 from tilewright.candidates.triton.runtime import module
 from tilewright.dtype import BF16, F16, F32, PRED, S32
 from tilewright.ir.build import broadcast, convert, input_, map_, reshape, slice_, transpose
-from tilewright.ir.dims import Dim
+from tilewright.ir.dims import Dim, Scope
 from tilewright.ir.graph import Node
 from tilewright.ir.instance import nodes_at
 from tilewright.ir.ops import Acc, Concat, LayerNorm, Param, Softmax, gemm
-from tilewright.schedule.candidate import Schedule, plan_for
+from tilewright.schedule.candidate import Schedule, Unsupported, plan_for
 from tilewright.schedule.expected import check, expect
 from tilewright.schedule.problem import fusion_of, problem_of
 from tilewright.schedule.sample import random_sources
@@ -257,3 +258,17 @@ def test_tiles_of_weights_of_4_bits_meet_any_number_of_rows(builds):
     for rows in (200, 34, 127, 129, 300):
         agrees(*code.at(point, rows=rows))
     assert len(builds) - before == len(code.codes) == 1
+
+
+def test_what_holds_no_open_extent_is_refused():
+    per_query = _attention(BF16, "no", True, per_query=True)
+    whole_rows = next(iter(plan_for(HOPPER_ATTENTION, per_query(1, 64, 64), H200).schedules()))
+    with pytest.raises(Unsupported, match="its keys do not pass through shared memory"):
+        Code(HOPPER_ATTENTION, H200, per_query, batch=BATCH, queries=QUERIES, keys=KEYS).at(
+            whole_rows, batch=1, queries=64, keys=64
+        )
+    rows = Scope(strict=True).expect({"rows": 1 << 19}).extent(Dim("rows", 1, 1 << 20))
+    with pytest.raises(Unsupported, match="is not counted in 31 bits"):
+        Text().extent(rows * (1 << 14))
+    with pytest.raises(UnknownError, match="known when its kernel runs"):
+        OPEN + 1

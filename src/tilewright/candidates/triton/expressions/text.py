@@ -15,6 +15,7 @@ from tilewright.schedule.candidate import Unsupported
 Number = float | int
 SIXTEEN = 16  # multiples of so much are told to Triton, which then reads 16 bytes at once
 OPERATORS = ("add", "sub", "mul", "floordiv", "mod", "truediv", "divmod", "pow", "lshift", "rshift", "and", "or", "xor")
+COMPARISONS = ("eq", "ne", "lt", "le", "gt", "ge")
 MOST_EXTENT = 1 << 31  # of one that is an argument
 
 
@@ -22,21 +23,19 @@ class UnknownError(Exception):
     """Something was to be made of `OPEN`."""
 
 
+def _unknown(*given: object) -> NoReturn:
+    raise UnknownError("an open extent is known when its kernel runs")
+
+
 class Open:
     """An extent in a configuration that is an argument of its kernel: nothing can be made of it before that runs."""
-
-    def _unknown(self, *given: object) -> NoReturn:
-        raise UnknownError("an open extent is known when its kernel runs")
-
-    for _name in ("bool", "index", "neg", "abs", "hash", *(f"{way}{op}" for op in OPERATORS for way in ("", "r"))):
-        locals()[f"__{_name}__"] = _unknown
-    __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = _unknown
-    del _name
 
     def __repr__(self) -> str:
         return "OPEN"
 
 
+for _name in ("bool", "index", "neg", "abs", "hash", *COMPARISONS, *(f"{way}{op}" for op in OPERATORS for way in ("", "r"))):
+    setattr(Open, f"__{_name}__", _unknown)
 OPEN = Open()
 
 

@@ -134,7 +134,11 @@ class KernelSpec:
 
     @property
     def config(self) -> KernelConfig:
-        """The kernel's constants."""
+        """The kernel's constants.
+
+        Raises:
+            Unsupported: a result takes a range of open columns.
+        """
         dot, unsigned, p = self.dot, (self.dot.lhs_flips, self.dot.rhs_flips), self.point
         first, second = unsigned[::-1] if p.swap_ab else unsigned
         ends = [(s.first, s.first + s.columns_extent) for s in self.stores]

@@ -300,8 +300,7 @@ class _Rows(Emitter):
         most = place.offset + sum((x.extent - 1) * x.stride for x in (*place.rows, *place.columns))
         spelt = self._spelt(place)
         rows = self._digits(tile.rows, place.rows, self._nest.rows, spelt, wide=most >= 1 << 31)
-        moved = place.offset or rows is None
-        base = t.v(f"{rows or f'{tile.rows} * 0'} + {spelt(place.offset)}") if moved else rows
+        base = rows if rows is not None and not place.offset else t.v(f"{rows or f'{tile.rows} * 0'} + {spelt(place.offset)}")
         masks = [self.expand(m, a) for a, m in ((0, tile.row_mask), (1, tile.column_mask)) if m is not None]
         mask = self._sum(*masks, sign="&")
         return t.v(f"{self.expand(base, 0)} + {self.expand(tile.columns, 1)}"), mask

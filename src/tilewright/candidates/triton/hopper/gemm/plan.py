@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import cast
+from typing import Any, cast
 
 import torch
 
@@ -115,8 +115,9 @@ class Matrix:
 
     def at(self, values: Mapping[str, int]) -> Matrix:
         """The operand for values of the dims that its extents leave open, by name."""
-        root, extents, strides, offset = nodes_at((), values).at((self.root, self.extents, self.strides, self.offset))
-        return replace(self, root=root, extents=extents, strides=strides, offset=offset)
+        at = nodes_at((), values).at
+        changed = {name: at(getattr(self, name)) for name in ("root", "extents", "strides", "offset")}
+        return replace(self, **cast("Any", changed))
 
     @property
     def copied_bytes(self) -> int:

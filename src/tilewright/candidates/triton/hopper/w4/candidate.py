@@ -294,7 +294,7 @@ def _is_few(schedule: Schedule) -> bool:
 
 
 def code_of(schedule: Schedule) -> Schedule:
-    """What code depends on of a point."""
+    """A point without what its code does not depend on."""
     return schedule if _is_few(schedule) else tile_code_of(schedule)
 
 

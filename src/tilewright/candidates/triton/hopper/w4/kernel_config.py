@@ -147,7 +147,11 @@ class KernelConfig(TileConfig):
 
     @classmethod
     def of(cls, plan: PackedGemm, tile: TileConfig) -> KernelConfig:
-        """A plan at a point of its space."""
+        """A plan at a point of its space.
+
+        Raises:
+            Unsupported: its open number of rows is more than are multiplied at once for the shape at hand.
+        """
         w, rows = plan.weights, plan.rows
         if isinstance(rows, Extent):
             rows = next((n for n in ROOM if plan.rows <= n), 0)
