@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from paths import ROOT
 
-from tilewright.compiler import CANONICAL, CLUSTERS, EXCESS_PRECISION, STAGES
+from tilewright.compiler import CANONICAL, EXCESS_PRECISION, STAGES
 from tilewright.ir.pattern import Pass, Rule, discover
 
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
@@ -56,7 +56,7 @@ def test_the_page_of_the_rules_has_each_rule_in_its_stage():
             stages[title] = []
         else:
             stages[list(stages)[-1]].append(title.strip("`"))
-    wanted = {stage: set() for stage in (CANONICAL, *STAGES, CLUSTERS, EXCESS_PRECISION)}
+    wanted = {stage: set() for stage in (CANONICAL, *STAGES, EXCESS_PRECISION)}
     for kind in (Rule, Pass):
         for r in discover("tilewright.rules", kind):
             wanted[r.stage].add(r.name)

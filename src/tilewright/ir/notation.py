@@ -24,8 +24,7 @@ steps leave is stored.
 
 Reports print more than is parsed: several stores in braces, `[0:768]` for the columns a store takes,
 `as 64x384x12x64 (0,2,1,3)` for the shape and the permutation under which it is written, `as 128x768` for the shape that an
-operand is read in, `|` between weights side by side, `layer_norm` for a norm of rows, and an expression in braces where steps
-do not form a chain.
+operand is read in, `|` between weights side by side, and an expression in braces where steps do not form a chain.
 """
 
 from __future__ import annotations

@@ -23,7 +23,6 @@ from tilewright.ir.ops import (
     Convert,
     Dequantize,
     Gemm,
-    LayerNorm,
     Map,
     Param,
     Quantize,
@@ -104,10 +103,6 @@ def _show_store(store: Node, op: Gemm) -> str:
             break
         if isinstance(node.op, (Quantize, Dequantize)) and inner == [node.src[0]]:
             steps.append(f", {node.op.name}({node.dtype})")
-            node = inner[0]
-            continue
-        if isinstance(node.op, LayerNorm) and inner == [node.src[0]]:
-            steps.append(f", {node.op.name}")
             node = inner[0]
             continue
         if isinstance(node.op, Convert) and len(inner) == 1:

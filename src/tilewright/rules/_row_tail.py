@@ -1,4 +1,4 @@
-"""Operations that follow a product row by row, as expressions that its stores may hold."""
+"""What follows a product row by row, as expressions that its stores may hold."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class RowTail:
         return [n for n in self.inside if any(r is None or r not in self.inside for r in self.users[n])]
 
     def stored(self, rule: str, stage: str, trace: Trace) -> dict[Node, Node]:
-        """Give what others read, each with a result of one gemm in its place."""
+        """What others read, each with a result of one gemm in its place."""
         read = self.read()
         one = rebuilt(self.gemm, operands_of(self.gemm), [self.inside[n] for n in read], self.sources.nodes)
         made = dict(zip(read, items(one), strict=True))

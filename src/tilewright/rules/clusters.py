@@ -1,4 +1,4 @@
-"""Work that blocks of a cluster do together which hold whole rows of a product: only for targets that have clusters."""
+"""What blocks of a cluster do together that hold whole rows of a product: only for targets that have clusters."""
 
 from __future__ import annotations
 

@@ -18,7 +18,6 @@ from tilewright.ir.ops import (
     Dequantize,
     Gemm,
     Input,
-    LayerNorm,
     Map,
     Param,
     Quantize,
@@ -175,8 +174,6 @@ def _step(root: Node, inner: Node, node: Node, names: Mapping[Node, str]) -> str
         return f"quantise to {op.dtype} with {_scale(root.src[1].tensor, root.shape, op.block)}{zero}"
     if isinstance(op, Dequantize) and root.src[0] is inner:
         return f"dequantise with {_scale(root.src[1].tensor, root.shape, op.block)}"
-    if isinstance(op, LayerNorm) and root.src[0] is inner:
-        return f"{'layer' if op.center else 'RMS'} norm of rows"
     if isinstance(op, Convert):
         narrows = op.dtype.is_integer and (root.src[0].dtype.is_float or op.dtype.bits < root.src[0].dtype.bits)
         return f"convert to {op.dtype}{', ' + _OVERFLOW[op.overflow] if narrows else ''}"

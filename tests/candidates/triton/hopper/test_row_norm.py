@@ -128,9 +128,9 @@ def test_infinities_and_nan_make_rows_of_nan():
 WAITS = re.compile(r"\{\s*\.reg \.pred \w*complete;\s*\w*waitLoop:.*?\}\s*", re.S)
 
 
-def late_fault(change, rows=520, **how):
-    """Tell what the machine says of a kernel changed so."""
-    p = layer(F8E4M3FN, (rows,), codes=F8E4M3FN)
+def late_fault(change, **how):
+    """What the machine says of a kernel changed so."""
+    p = layer(F8E4M3FN, (520,), codes=F8E4M3FN)
     with pytest.raises((Fault, Deadlock, AssertionError)) as found:
         assert_right(p, replace(POINT, blocks=2), change=change, **how)
     return str(found.value)
@@ -181,7 +181,7 @@ def test_numbers_that_are_not_waited_for_are_found():
 def test_a_block_that_ends_before_others_have_told_it_is_found():
     met = r"\tbarrier\.cluster\.wait\.acquire\.aligned;\n"
     assert_right(layer(F8E4M3FN, (520,), codes=F8E4M3FN), replace(POINT, blocks=2), change=lambda text: slow(text, met))
-    assert "which has ended" in late_fault(lambda text: hasty(slow(text, met)), rows=100)
+    assert "which has ended" in late_fault(lambda text: hasty(slow(text, met)))
 
 
 def test_numbers_that_nobody_tells_are_missed():
@@ -195,7 +195,7 @@ def test_numbers_that_nobody_tells_are_missed():
 
 
 def test_one_barrier_for_all_tiles_is_found():
-    """A block whose numbers of each tile have the same place overwrites what another one has not read."""
+    """With the numbers of each tile at the same place, a block overwrites what another one has not read."""
 
     def change(text):
         return once(r"(add\.u32 here, here, %r\d+;)", r"\1 and.b32 here, here, -1025;", text)

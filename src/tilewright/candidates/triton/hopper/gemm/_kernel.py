@@ -526,7 +526,7 @@ class Epilogue:
 
     @gluon.jit
     def inputs(self, sums, tile, begun, loaded, group: gl.constexpr):
-        """Values that are normalised, in subtiles of f32; those that are stored are stored."""
+        """What is normalised, in subtiles of f32, and stored if it is."""
         config: gl.constexpr = self.config
         i: gl.constexpr = config.aux_store
         layout: gl.constexpr = subtile_layout(i, config)

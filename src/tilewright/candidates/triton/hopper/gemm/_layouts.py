@@ -61,7 +61,7 @@ def subtile_number(i, j, config):
 
 @gluon.constexpr_function
 def each_column(config):
-    """The number of each store's subtiles that TMA writes of a subtile of the norm, or of what is normalised."""
+    """With a norm, the number of each store's subtiles that TMA writes of one of the norm, or of what is normalised."""
     columns = zip(config.subtile_n.value, config.store_desc.value, config.normalised.value)  # noqa: B905
     return [config.norm_n.value[y] // n if at >= 0 else 0 for n, at, y in columns]
 

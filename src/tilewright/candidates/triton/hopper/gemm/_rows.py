@@ -74,8 +74,8 @@ def row_exchange(config: gl.constexpr):
 
 @gluon.jit
 def row_numbers(parts, exchange, turn, group: gl.constexpr, config: gl.constexpr):
-    """Differences of a block's own columns, in parts, from their mean; the inverse of each row's deviation, and how far in such
-    deviations that mean lies above the row's. Without centring differences are from 0."""
+    """What a block's own columns, in parts, differ by from their mean; the inverse of each row's deviation, and how far in such
+    deviations that mean lies above the row's. Without centring they differ from 0."""
     of_rows: gl.constexpr = gl.SliceLayout(1, subtile_layout(config.aux_store, config))
     mean = gl.zeros((config.rows,), gl.float32, of_rows)
     if config.norm_center:
