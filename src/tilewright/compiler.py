@@ -21,7 +21,6 @@ from tilewright import deadline
 from tilewright.any_shape import AnyShape, Reading
 from tilewright.errors import InputError, RewriteError, UnsupportedError, check_type, counted, say
 from tilewright.frontends import LoadOptions, load
-from tilewright.hardware.clusters import has_clusters
 from tilewright.hardware.detect import detect, one_of
 from tilewright.hardware.load import uncrowded
 from tilewright.hardware.target import Target
@@ -70,7 +69,6 @@ STAGES = (
     ),
 )
 CANONICAL = "canonical"
-CLUSTERS = "clusters"  # a stage behind those, for targets whose blocks may have whole rows of a product together
 EXCESS_PRECISION = "precision"  # a stage that runs last, and only when asked for
 DEFAULT_BUDGET_S = 20.0
 ENOUGH_S = 60.0  # without a budget, for rules, and as much for candidates that take long to refuse: far more than any need
@@ -109,22 +107,21 @@ def optimise(
     visit: Callable[[str, Graph], None] | None = None,
     *,
     excess_precision: bool = False,
-    clusters: bool = False,
     within_s: float = math.inf,
 ) -> Graph:
-    """The graph after every stage of rules, verified; the last two only when asked for. `visit` sees the graph after each
-    stage, with the stage's name. After `within_s` seconds of a processor rules are applied no more (`Trace.notes`)."""
+    """The graph after every stage of rules, verified. `visit` sees the graph after each stage, with the stage's name. After
+    `within_s` seconds of a processor rules are applied no more (`Trace.notes`)."""
     until = deadline.End.after(within_s)
     trace = trace if trace is not None else Trace()
     rules = discover("tilewright.rules", Rule)
     passes = discover("tilewright.rules", Pass)
     for r in (*rules, *passes):
-        if r.package and r.stage not in (*STAGES, CLUSTERS, EXCESS_PRECISION, CANONICAL):
+        if r.package and r.stage not in (*STAGES, EXCESS_PRECISION, CANONICAL):
             say(f"plug-in {r.package}: the rule {r.name} never runs: there is no stage {r.stage!r}, but {', '.join(STAGES)}")
     stages = list(STAGES)
     if graph.local:
         stages.insert(stages.index("rows"), "epilogue")  # what follows a reduction that a product carries by now
-    for stage in (*stages, *[CLUSTERS] * clusters, *[EXCESS_PRECISION] * excess_precision):
+    for stage in (*stages, *((EXCESS_PRECISION,) if excess_precision else ())):
         graph = rewrite(graph, [r for r in rules if r.stage in (stage, CANONICAL)], trace, until=until)
         for p in passes:
             if p.stage == stage:
@@ -419,8 +416,7 @@ class _Compile:
 
     def _optimised(self, graph: Graph, trace: Trace, visit: Callable[[str, Graph], None] | None = None) -> Graph:
         within_s = ENOUGH_S if self.ends is None else max(RULES_S, self.budget.left_s())
-        clusters = self.target is not None and has_clusters(self.target) and dims_of(graph) is None
-        return optimise(graph, trace, visit, excess_precision=self.excess_precision, clusters=clusters, within_s=within_s)
+        return optimise(graph, trace, visit, excess_precision=self.excess_precision, within_s=within_s)
 
     def _database(self, target: Target, *, ranges: bool = False) -> TuningDatabase | None:
         if self.cache is True:

@@ -1,6 +1,5 @@
-"""Gemms split again and timed as a whole against the folded form: joined ones by store, any by product and epilogue, those that
-store a norm by product and norm, and those with a computed operand by prologue and product. Attentions over paged caches, by
-the blocks' copies and the rest."""
+"""Gemms split again and timed as a whole against the folded form: joined ones by store, any by product and epilogue, and
+those with a computed operand by prologue and product. Attentions over paged caches, by the blocks' copies and the rest."""
 
 from __future__ import annotations
 
@@ -17,7 +16,7 @@ from tilewright.ir.anchor import operands_of, rebuilt, stores_of
 from tilewright.ir.build import convert, slice_
 from tilewright.ir.expression import make_gemm
 from tilewright.ir.graph import Node, substitute, toposort
-from tilewright.ir.ops import VIEWS, Acc, Concat, Convert, Dequantize, Gather, Gemm, LayerNorm, Param, Slice, Transpose
+from tilewright.ir.ops import VIEWS, Acc, Concat, Convert, Dequantize, Gather, Gemm, Param, Slice, Transpose
 from tilewright.schedule.candidate import (
     ATTENTION,
     CPU,
@@ -100,37 +99,12 @@ def by_epilogue(problem: Problem) -> list[Piece]:
             sums, roots, acc = convert(acc, kind), found, narrow
     product = _product(problem, make_gemm(op.acc_dtype, op.lhs, op.rhs, (sums,), own))
     result = Node(Param(len(own), sums.tensor))
-    return [product, _behind(problem, substitute(roots, {acc: result}))]
-
-
-def _behind(problem: Problem, roots: Sequence[Node]) -> Piece:
-    """Results as a fusion of the sources and of the product's own results, whose numbers come behind."""
+    roots = substitute(roots, {acc: result})
     read = [n for n in toposort(roots) if isinstance(n.op, Param)]
     region, order = fusion_of(read, roots)
     places = tuple(n.op.index for n in order if isinstance(n.op, Param))
-    return Piece(replace(region, weights=tuple(i < len(problem.types) and problem.weights[i] for i in places)), places)
-
-
-def by_norm(problem: Problem) -> list[Piece]:
-    """The product with all that it stores up to what a norm reads, and the norm and what follows as a fusion."""
-    op, own = problem.op, problem.node.src
-    given = normalised(problem)
-    assert given is not None
-    product = _product(problem, make_gemm(op.acc_dtype, op.lhs, op.rhs, (given,), own))
-    roots = substitute(op.stores, {given: Node(Param(len(own), given.tensor))})
-    return [product, _behind(problem, roots)]
-
-
-def normalised(problem: Problem) -> Node | None:
-    """The value that a gemm's stores normalise, before it is widened; None if there is none, or a store reads sums past it."""
-    norms = [n for n in toposort(problem.op.stores) if isinstance(n.op, LayerNorm)]
-    given = norms[0].src[0] if len(norms) == 1 else None
-    while given is not None and isinstance(given.op, Convert) and given.src[0].dtype.bits < given.dtype.bits:
-        given = given.src[0]
-    if given is None or not any(isinstance(n.op, Acc) for n in toposort((given,))):
-        return None
-    rest = substitute(problem.op.stores, {given: Node(Param(len(problem.types), given.tensor))})
-    return None if any(isinstance(n.op, Acc) for n in toposort(rest)) else given
+    weights = tuple(i < len(own) and problem.weights[i] for i in places)
+    return [product, Piece(replace(region, weights=weights), places)]
 
 
 def by_operands(problem: Problem) -> list[Piece]:
@@ -319,9 +293,7 @@ def plan(problem: Problem | AttentionProblem, target: Target) -> Plan | Refusal:
         ways.append(OPERANDS)
     if len(op.stores) > 1 and all(columns_read(s) is not None for s in op.stores):
         ways.append("stores")
-    if normalised(problem) is not None:
-        ways.append(NORM)
-    elif any(not isinstance(n.op, (Acc, *VIEWS)) for s in op.stores for n in toposort((s,))):
+    if any(not isinstance(n.op, (Acc, *VIEWS)) for s in op.stores for n in toposort((s,))):
         ways.append("epilogue")
     if ways:
         return Plan(problem, target, tuple(ways))
@@ -351,7 +323,7 @@ def in_order(pieces: Sequence[Piece], kernels: Sequence[Kernel], weights: Mappin
     return describe(run, recipe)
 
 
-OPERANDS, PAGES, NORM = "operands", "pages", "norm"
+OPERANDS, PAGES = "operands", "pages"
 _BY = "by"  # the knob that names each piece's candidate; those of piece 0's own point are called 0.NAME
 
 
@@ -363,7 +335,7 @@ def pieces_of(problem: Problem | AttentionProblem, schedule: Schedule) -> list[P
 def _pieces(problem: Problem | AttentionProblem, way: str) -> list[Piece]:
     if isinstance(problem, AttentionProblem):
         return by_pages(problem)
-    ways = {OPERANDS: by_operands, "stores": by_store, "epilogue": by_epilogue, NORM: by_norm}
+    ways = {OPERANDS: by_operands, "stores": by_store, "epilogue": by_epilogue}
     return ways[way](problem)
 
 

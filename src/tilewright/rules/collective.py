@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from tilewright.ir.anchor import ANCHORS, operands_of, rebuilt, stores_of
-from tilewright.ir.expression import Sources, linear_in_acc
+from tilewright.ir.build import items
+from tilewright.ir.expression import ELEMENTWISE, Sources, linear_in_acc
 from tilewright.ir.factor import Factor
 from tilewright.ir.graph import Graph, Node, Users, label_of, substitute, toposort
 from tilewright.ir.ops import (
@@ -26,8 +27,7 @@ from tilewright.ir.ops import (
     Write,
 )
 from tilewright.ir.pattern import Match, Pat, Step, Trace, graph_pass, rule
-from tilewright.ir.types import TensorType
-from tilewright.rules._row_tail import RowTail
+from tilewright.ir.types import Shape, TensorType
 
 STAY = (*ANCHORS, Call, Write, Collective)  # operations that a gather is not moved past
 
@@ -120,13 +120,36 @@ def store_what_follows_a_reduction_by_rows(graph: Graph, trace: Trace) -> Graph:
     computed before the gemm. g itself is stored where others read it. Exact: yes. The kernel that adds up what ranks have then
     does all of it.
     """
-    made: dict[Node, Node] = {}
-    for gemm in (n for n in graph.nodes() if isinstance(n.op, Gemm) and len(n.op.stores) == 1):
-        if any(isinstance(n.op, (AllReduce, ReduceScatter)) for n in toposort(stores_of(gemm))):
-            tail = RowTail.of(gemm, graph)
-            if any(isinstance(n.op, (LayerNorm, Reduce)) for n in tail.inside):
-                made |= tail.stored("store_what_follows_a_reduction_by_rows", "rows", trace)
+    order, users, made = graph.nodes(), graph.users(), dict[Node, Node]()
+    place = {n: i for i, n in enumerate(order)}
+    for gemm in (n for n in order if isinstance(n.op, Gemm) and len(n.op.stores) == 1):
+        (store,) = stores_of(gemm)
+        if not any(isinstance(n.op, (AllReduce, ReduceScatter)) for n in toposort((store,))):
+            continue
+        sources, inside = Sources(gemm.src), {gemm: store}
+        for n in order[place[gemm] :]:
+            free = all(s in inside or s.constant or place[s] < place[gemm] for s in n.src)
+            if n not in inside and free and any(s in inside for s in n.src) and _by_row(n, gemm.shape):
+                inside[n] = Node(n.op, *(inside[s] if s in inside else sources.param(s) for s in n.src))
+        if not any(isinstance(n.op, (LayerNorm, Reduce)) for n in inside):
+            continue
+        read = [n for n in inside if any(r is None or r not in inside for r in users[n])]
+        one = rebuilt(gemm, operands_of(gemm), [inside[n] for n in read], sources.nodes)
+        made |= dict(zip(read, items(one), strict=True))
+        trace.steps.extend(Step("store_what_follows_a_reduction_by_rows", "rows", n, made[n]) for n in read if n is not gemm)
     return graph.replace(made) if made else graph
+
+
+def _by_row(n: Node, shape: Shape) -> bool:
+    """Tell whether an operation gives rows of such a shape, or a number for each, of its row and of what all rows read."""
+    last, rows = len(shape) - 1, shape[:-1]
+    if not isinstance(n.op, (LayerNorm, Reduce, *ELEMENTWISE)) or n.shape not in (shape, (*rows, 1)):
+        return False
+    if any(s.shape[:-1] not in (rows, (1,) * last, ()) for s in n.src):
+        return False
+    if isinstance(n.op, LayerNorm):
+        return n.op.axis == last
+    return not isinstance(n.op, Reduce) or (n.op.axes == (last,) and n.op.keepdims)
 
 
 def varying(graph: Graph) -> dict[Node, frozenset[str]]:

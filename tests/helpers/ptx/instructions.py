@@ -376,9 +376,8 @@ def trap(p: Program, ins: Instruction, mods: list[str]) -> Lines:
     return [f"{p.bound(trapped)}(u)"]
 
 
-def mapped(u: Unit, mask: np.ndarray | None, address: np.ndarray, rank: np.ndarray) -> np.ndarray:
-    outside = rank >= len(u.block.cluster.blocks)
-    if (outside if mask is None else outside & mask).any():
+def mapped(u: Unit, address: np.ndarray, rank: np.ndarray) -> np.ndarray:
+    if (rank >= len(u.block.cluster.blocks)).any():
         raise Fault("mapa: the cluster has no such block")
     return (address & u4((1 << CLUSTER_SHIFT) - 1)) | ((rank + u4(1)) << u4(CLUSTER_SHIFT))
 
@@ -387,8 +386,7 @@ def map_address(p: Program, ins: Instruction, mods: list[str]) -> Lines:
     if "shared" not in mods or mods[-1] != "u32":
         raise Unknown(ins.text)
     to, at, rank = ins.operands
-    given = f"{p.guard(ins)}, {p.spread(p.value(at, 'u32'))}, {p.spread(p.value(rank, 'u32'))}"
-    return p.put(ins, to, f"{p.bound(mapped)}(u, {given})", "b32")
+    return p.put(ins, to, f"{p.bound(mapped)}(u, {p.spread(p.value(at, 'u32'))}, {p.spread(p.value(rank, 'u32'))})", "b32")
 
 
 COMPLEX: dict[str, Callable[[Program, Instruction, list[str]], Lines]] = {

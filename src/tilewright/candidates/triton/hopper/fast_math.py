@@ -4,21 +4,17 @@ the code of both warpgroups should stay in the instruction cache."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
-from functools import lru_cache
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
 from tilewright.candidates.triton.expressions.emit import Emitter, Tile
 from tilewright.candidates.triton.expressions.printer import ROUND, ROUND_BITS, in_registers
 from tilewright.candidates.triton.expressions.text import Text
-from tilewright.dtype import BF16, F8E4M3FN, F8E5M2, F16, F32, S8, U8, DType
-from tilewright.ir.build import const
-from tilewright.ir.evaluate import evaluate_nodes
+from tilewright.dtype import F8E4M3FN, F8E5M2, F16, F32, S8, U8, DType
 from tilewright.ir.expression import depends_on_acc, quantised_at_once
 from tilewright.ir.graph import Node
-from tilewright.ir.ops import Const, Convert, Map, Param, Quantize
-from tilewright.ir.types import TensorType
+from tilewright.ir.ops import Const, Map, Quantize
 from tilewright.lowering.access import Access
 from tilewright.lowering.scalar.conversions import narrowed
 from tilewright.lowering.scalar.functions import GELU_TO_8_BITS, LOG2_E
@@ -39,31 +35,22 @@ class FastMath(Emitter):
 
     exponent = LOG2_E
 
-    def __init__(
-        self,
-        text: Text,
-        tile: Tile,
-        pointer: Callable[[Node], str],
-        near: Mapping[Node, str],
-        *,
-        of_rows: Collection[Node] = (),
-        around_norm: bool = False,
-    ) -> None:
-        """`near`: names of leaves that were read already; `of_rows`: those of the tile's that are a number for each row."""
+    def __init__(self, text: Text, tile: Tile, pointer: Callable[[Node], str], near: Mapping[Node, str]) -> None:
+        """`near`: names of leaves that were read already."""
         super().__init__(text, tile, pointer, NATIVE_FP8)
-        self._near, self._of_rows, self._around_norm = near, of_rows, around_norm
+        self._near = near
         self._scaled: dict[str, tuple[str, str]] = {}  # products that are not computed yet: value and factor
         self._of_tile: set[Node] = set()
         self._in_halves: dict[Node, Node] = {}
         self._in_f32: dict[Node, Node] = {}
 
     def values(self, roots: Sequence[Node], access: Access) -> list[str]:
-        self._of_tile = depends_on_acc((access.root,), [n for n in self.tile.near if n not in self._of_rows])
+        self._of_tile = depends_on_acc((access.root,), self.tile.near)
         self._in_halves, self._in_f32 = {}, {}
         for n, f in quantised_at_once(access.root).items():
             if _fits_halves(n, f):
                 self._in_halves[n] = f
-            elif f.dtype is F32 and _divides(n):
+            elif f.dtype is F32 and _saturates_by_a_constant(n) and 2.0**-100 <= _inverse(n) <= 2.0**20:
                 self._in_f32[n] = f
         return [self._computed(v) for v in super().values(roots, access)]
 
@@ -87,8 +74,6 @@ class FastMath(Emitter):
         if n in self._in_f32:
             function = self._in_f32[n]
             return self._quantised_gelu_of_f32(n, function, self.named(self._computed(done[function.src[0]]), F32)).name
-        if self._around_norm and isinstance(n.op, Quantize) and n.src[0] in self._of_tile and inverts(n):
-            return self._by_inverse(n, self.named(self._computed(done[n.src[0]]), F32)).name
         if n in self._in_halves.values() or n in self._in_f32.values() or (n.src and not done[n.src[0]]):
             return ""  # part of the quantisation
         if isinstance(n.op, Map) and n.dtype is F32 and len(n.src) == 2 and sum(s in self._of_tile for s in n.src) == 1:
@@ -105,16 +90,7 @@ class FastMath(Emitter):
             return self._near[n]
         for s in n.src:
             done[s] = self._computed(done[s])
-        added = isinstance(n.op, Map) and n.op.fn == "add" and n.dtype in (F16, BF16)
-        if self._around_norm and added and all(s in self._near or s in self._of_tile for s in n.src):
-            return self._two_sums(n.dtype, *(done[s] for s in n.src))
         return super()._node(n, access, done)
-
-    def _two_sums(self, dtype: DType, x: str, y: str) -> str:
-        """Sums of tiles of 16 bits, rounded once."""
-        kind = "float16" if dtype is F16 else "bfloat16"
-        text = f'"add.rn.{dtype.name}x2 $0, $1, $2;", "=r,r,r"'
-        return self.text.v(f"gl.inline_asm_elementwise({text}, [{x}, {y}], dtype=gl.{kind}, is_pure=True, pack=2)")
 
     def _later(self, value: str, factor: str) -> str:
         """The name of a product that is computed when it is needed."""
@@ -163,15 +139,9 @@ class FastMath(Emitter):
         size = x.abs().min(to)
         positive = x.max(0.0) if n.dtype.is_integer else self.fma(x.abs(), 0.5, x * 0.5)
         value = self.fma(self.power(polynomial(size, coefficients)), -size, positive)
-        return self._by_inverse(n, value)
-
-    def _by_inverse(self, n: Node, value: Value) -> Value:
-        """Codes of values, times the inverse of the scale."""
         inverse = self.named(self.text.number((n, "inverse"), _inverse(n)), F32)
         if n.dtype.is_float:
             return narrowed(value * inverse, n.dtype, saturate=True)
-        if self._around_norm:
-            value = self.select(value == value, value, 0.0)
         rounded = self.fma(value, inverse, ROUND).min(ROUND + float(n.dtype.max))
         return self._saturated(rounded, n.dtype)
 
@@ -212,34 +182,6 @@ def _saturates_by_a_constant(n: Node) -> bool:
     if not isinstance(scale, Const) or n.src[1].tensor.elements != 1 or len(n.src) != 2:
         return False
     return n.dtype in (S8, U8) or (n.dtype in (F8E4M3FN, F8E5M2) and op.overflow == "saturate")
-
-
-def inverts(n: Node) -> bool:
-    """Tell whether codes of all values of 16 bits are those of their f32 products with the inverse of the scale, as they are
-    for most scales."""
-    x = n.src[0].src[0] if isinstance(n.src[0].op, Convert) and n.src[0].dtype is F32 else n.src[0]
-    if x.dtype not in (F16, BF16) or not _divides(n):
-        return False
-    scale = n.src[1].op
-    assert isinstance(scale, Const)
-    return _same_codes(n.op, x.dtype, float(scale.data.tensor().item()))
-
-
-@lru_cache(4096)
-def _same_codes(op: Quantize, dtype: DType, scale: float) -> bool:
-    values = torch.arange(-(1 << 15), 1 << 15).to(torch.int16).view(dtype.to_torch()).to(torch.float32)
-    given = Node(Param(0, TensorType(F32, (len(values),))))
-    times = values * torch.tensor(1 / scale, dtype=torch.float32)
-    wanted, found = (
-        evaluate_nodes((Node(op, given, const(by, F32)),), {given: x})[0] for x, by in ((values, scale), (times, 1.0))
-    )
-    assert isinstance(wanted, torch.Tensor) and isinstance(found, torch.Tensor)
-    return torch.equal(wanted.view(torch.int8), found.view(torch.int8))
-
-
-def _divides(n: Node) -> bool:
-    """Tell whether a quantisation saturates, and divides by a known number whose inverse is far from where f32 ends."""
-    return _saturates_by_a_constant(n) and 2.0**-100 <= _inverse(n) <= 2.0**20
 
 
 def _inverse(n: Node) -> float:

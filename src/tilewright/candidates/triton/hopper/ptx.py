@@ -1,5 +1,5 @@
 """Rewrites of the PTX that Triton makes for Hopper, for what it cannot be told: integer products of 256 columns, unsigned
-operands, and what blocks of a cluster send one another.
+operands, and copies that two blocks of a cluster receive at once.
 
 Each rewrite insists on finding what it expects: a compiler that writes otherwise raises instead of giving a wrong kernel.
 """
@@ -182,27 +182,6 @@ def split(ptx: str, blocks: int, groups: int, ring_bytes: tuple[int, int]) -> st
     ptx = re.sub(r"\bRING\b", f"global_smem+{first}", ptx)
     if arrivals != 2 * groups or not sends:
         raise UnexpectedPtx("nobody says that the ring is empty or full, or nobody sends")
-    return _in_clusters(ptx, blocks, barriers, [])
-
-
-def exchanged(ptx: str, blocks: int, groups: int) -> str:
-    """Clusters of blocks that tell one another numbers of rows (`gemm/_rows.py`), each of so many warpgroups.
-
-    What looks like a barrier of MARKED arrivals tells where those come. The last barriers are `full`, two of each warpgroup.
-
-    Raises:
-        UnexpectedPtx: the text is not what this was made for.
-    """
-    _, found = _places(ptx)
-    numbers = [offset for offset, count in found if count > MARKED]
-    barriers = [(offset, count) for offset, count in found if count <= MARKED]
-    full = [offset for offset, _ in barriers[-2 * groups :]]
-    if len(numbers) != 1 or full != [full[0] + 8 * g for g in range(2 * groups)]:
-        raise UnexpectedPtx("the rows' numbers are not marked, or their barriers do not follow one another")
-    ptx, told = re.subn(r"\bFULL\b", f"global_smem+{full[0]}", ptx)
-    ptx, read = re.subn(r"\bNUMBERS\b", f"global_smem+{numbers[0]}", ptx)
-    if not told or read <= told:
-        raise UnexpectedPtx("nobody tells or reads the rows' numbers")
     return _in_clusters(ptx, blocks, barriers, [])
 
 

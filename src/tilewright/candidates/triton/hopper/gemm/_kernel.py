@@ -12,7 +12,6 @@ done leaves an epilogue subtile at a time: 128 bytes of a row, which is what TMA
     `Mainloop`, `_operand.py`                   gemm/collective/sm90_mma_tma_gmma_{ss,rs}_warpspecialized.hpp
     `Epilogue`                                  epilogue/collective/sm90_epilogue_tma_warpspecialized.hpp
     its functions (`gemm/epilogue.py`)          epilogue/fusion/sm90_callbacks_tma_warpspecialized.hpp
-    `_rows.py`                                  no counterpart: a norm of rows that blocks of a cluster have columns of
     `_reduction.py`                             the stream-K scheduler's fixup; split-K over a cluster has no counterpart
     `hopper/_pipeline.py`                       pipeline/sm90_pipeline.hpp: PipelineTmaAsync
 
@@ -40,7 +39,6 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from tilewright.candidates.triton.expressions import chunks
 from tilewright.candidates.triton.hopper._pipeline import Pipeline, barriers, pipeline
 from tilewright.candidates.triton.hopper.gemm._layouts import (
-    join_columns,
     mma_layout,
     pack_pairs,
     pending,
@@ -57,7 +55,6 @@ from tilewright.candidates.triton.hopper.gemm._layouts import (
 )
 from tilewright.candidates.triton.hopper.gemm._operand import TmaOperand, load_right, right_fragment, tma_operand
 from tilewright.candidates.triton.hopper.gemm._reduction import ClusterReduction, cluster_reduction, fixup
-from tilewright.candidates.triton.hopper.gemm._rows import row_exchange, row_numbers
 from tilewright.candidates.triton.hopper.gemm._scheduler import Problem, tile_scheduler
 from tilewright.candidates.triton.runtime._gluon import (
     aggregate_of,
@@ -116,8 +113,6 @@ def run(left, b_desc, arguments, side, functions: gl.constexpr, config: gl.const
         order = barriers(config.consumers, 1)
     if config.split_k > 1:
         reduction = cluster_reduction(left, right, config)
-    if config.statistics_bytes > 0:
-        reduction = row_exchange(config)
     whole_tiles = extents[4]
     problem = Problem(extents[0], extents[1], extents[2], extents[3], whole_tiles)
     epilogue = Epilogue(
@@ -255,7 +250,7 @@ def consumer(group: gl.constexpr, mainloop, epilogue, reduction, order, scratch,
                 acc = mainloop.step(acc, pipe_read, pipe_release, box, k, True, True)
                 pipe_read, pipe_release = pipe_read.advance(), pipe_read
             # Epilogue.
-            begun, loaded = epilogue.load_first(config.aux_store, tile, tile.first)
+            begun, loaded = epilogue.load_first(0, tile, tile.first)
             if config.pingpong:
                 mbarrier.arrive(order.index(1 - group))
             if config.owners:  # what the tile before stored has long come
@@ -269,12 +264,7 @@ def consumer(group: gl.constexpr, mainloop, epilogue, reduction, order, scratch,
             if config.aux_load:
                 mbarrier.wait(epilogue.aux_barriers.index(group), aux_phase)
                 aux_phase = aux_phase ^ 1
-            if config.normalises:
-                parts = epilogue.inputs((acc,), tile, begun, loaded, group)
-                apart, rstd, shift = row_numbers(parts, reduction, (j - first) // every, group, config)
-                epilogue.store_normalised(apart, rstd, shift, tile, group)
-            else:
-                deferred, aux_phase = epilogue.store((acc,), tile, begun, loaded, aux_phase, group)
+            deferred, aux_phase = epilogue.store((acc,), tile, begun, loaded, aux_phase, group)
             if config.owners:
                 deferred_tile = Tile(tile.b, tile.row, tile.col, tile.which, tile.first, tile.chosen)
             else:
@@ -443,7 +433,7 @@ class Epilogue:
         """Read what the subtile after subtile j of store i needs."""
         columns: gl.constexpr = self.config.subtile_n[i]
         if j + 1 == self.config.epilogue_n // columns:
-            if i + 1 < len(self.config.store_desc.value):
+            if i + 1 < len(self.config.subtile_n.value):
                 return self.load_first(i + 1, tile, tile.first)
             else:
                 return (), ()
@@ -466,7 +456,7 @@ class Epilogue:
         if config.vector_store:
             sums = (unpermute_columns(sums[0]),)
         deferred = ()
-        for i in gl.static_range(len(config.store_desc.value)):
+        for i in gl.static_range(len(config.subtile_n.value)):
             parts = subtiles(sums, config.subtile_n[i])
             for j in gl.static_range(config.epilogue_n // config.subtile_n[i]):
                 begun_next, loaded_next = self.load_next(i, j, tile, begun)
@@ -522,65 +512,6 @@ class Epilogue:
                 self.put(i, value, self.side, tile, at, row_layout())
                 return deferred
 
-    # -- of whole rows
-
-    @gluon.jit
-    def inputs(self, sums, tile, begun, loaded, group: gl.constexpr):
-        """What is normalised, in subtiles of f32, and stored if it is."""
-        config: gl.constexpr = self.config
-        i: gl.constexpr = config.aux_store
-        layout: gl.constexpr = subtile_layout(i, config)
-        columns: gl.constexpr = config.subtile_n[i]
-        if config.vector_store:
-            sums = (unpermute_columns(sums[0]),)
-        parts = subtiles(sums, columns)
-        found = ()
-        for j in gl.static_range(config.subtiles):
-            begun_next, loaded_next = self.load_next(i, j, tile, begun)
-            near = ()
-            if config.aux_load:
-                near = (self.buffer(i, j, self.aux_descs[0].dtype, group).load(layout),)
-            at = tile.first + j * columns
-            value = self.visit(i, self.subtile(parts, i, j), near, self.side, tile, begun, loaded, at, layout)
-            self.store_each(value, False, j, tile, group)
-            found = found + (value,)
-            begun, loaded = begun_next, loaded_next
-        return found
-
-    @gluon.jit
-    def store_normalised(self, apart, rstd, shift, tile, group: gl.constexpr):
-        """A tile's results of the norm, from what `row_numbers` gives. All that is made of a subtile of it is stored before the
-        next one is computed."""
-        config: gl.constexpr = self.config
-        i: gl.constexpr = config.aux_store + 1
-        layout: gl.constexpr = subtile_layout(i, config)
-        columns: gl.constexpr = config.subtile_n[i]
-        of_rows: gl.constexpr = gl.SliceLayout(1, layout)
-        rstd = gl.convert_layout(rstd, of_rows, assert_trivial=True)[:, None]
-        shift = gl.convert_layout(shift, of_rows, assert_trivial=True)[:, None]
-        parts = join_columns(apart, columns)
-        begun, loaded = self.load_first(i, tile, tile.first)
-        for j in gl.static_range(config.epilogue_n // columns):
-            begun_next, loaded_next = self.load_next(i, j, tile, begun)
-            x = gl.convert_layout(parts[j], layout, assert_trivial=True)
-            y = self.visit(i, x, (rstd, shift), self.side, tile, begun, loaded, tile.first + j * columns, layout)
-            self.store_each(y, True, j, tile, group)
-            begun, loaded = begun_next, loaded_next
-
-    @gluon.jit
-    def store_each(self, value, of_norm: gl.constexpr, j: gl.constexpr, tile, group: gl.constexpr):
-        """All that is stored of subtile j of the norm, or of what is normalised."""
-        config: gl.constexpr = self.config
-        columns: gl.constexpr = value.shape[1]
-        for k in gl.static_range(len(config.store_desc.value)):
-            if config.normalised[k] == of_norm:
-                values = subtiles((value,), config.subtile_n[k])
-                for q in gl.static_range(columns // config.subtile_n[k]):
-                    at = tile.first + j * columns + q * config.subtile_n[k]
-                    begun, loaded = self.load_first(k, tile, at)
-                    part = gl.convert_layout(values[q], subtile_layout(k, config), assert_trivial=True)
-                    self.store_subtile((), part, (), k, j * (columns // config.subtile_n[k]) + q, tile, begun, loaded, group)
-
     # -- by way of shared memory
 
     @gluon.jit
@@ -608,7 +539,7 @@ class Epilogue:
         """A subtile to where TMA writes it."""
         config: gl.constexpr = self.config
         desc = self.descs[config.store_desc[i]]
-        if config.normalises or not config.aux_load:  # else its buffer was free before the operand came
+        if not config.aux_load:  # else its buffer was free before the operand came
             tma.store_wait(pending(i, j, config))
         self.buffer(i, j, desc.dtype, group).store(gl.convert_layout(value, subtile_layout(i, config)))
         fence_async_shared()
@@ -723,5 +654,5 @@ class Epilogue:
         tma.store_wait(self.config.store_buffers - 1 if first > 0 else 0)
         mbarrier.expect(full, (last - first) * desc.block_type.nbytes)
         for j in gl.static_range(first, last):
-            at = self.aux_place(self.side, tile.b, tile.row, tile.col + j * self.config.subtile_n[self.config.aux_store])
-            tma_load(desc, at, full, self.box(self.config.aux_store, j, desc, group))
+            at = self.aux_place(self.side, tile.b, tile.row, tile.col + j * self.config.subtile_n[0])
+            tma_load(desc, at, full, self.box(0, j, desc, group))

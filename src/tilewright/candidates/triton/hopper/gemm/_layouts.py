@@ -46,24 +46,9 @@ def subtile_shape(i, config):
 
 @gluon.constexpr_function
 def subtile_number(i, j, config):
-    """The number of subtile j of store i among those of a tile that TMA writes; with a norm, in the order of columns."""
-    if config.normalises:
-        normalised, each = config.normalised.value, each_column(config)
-        if i >= len(normalised):  # what is brought for the norm is there before any of them
-            return j
-        beside = [n if y == normalised[i] else 0 for n, y in zip(each, normalised, strict=True)]
-        before = config.epilogue_n.value // config.norm_n.value[0] * (sum(each) - sum(beside)) if normalised[i] else 0
-        own = config.norm_n.value[normalised[i]] // config.subtile_n.value[i]
-        return before + j // own * sum(beside) + sum(beside[:i]) + j % own
+    """The number of subtile j of store i among those of a tile that TMA writes."""
     given = zip(config.subtile_n.value[:i], config.store_desc.value[:i], strict=True)
     return sum(config.epilogue_n.value // columns for columns, at in given if at >= 0) + j
-
-
-@gluon.constexpr_function
-def each_column(config):
-    """With a norm, the number of each store's subtiles that TMA writes of one of the norm, or of what is normalised."""
-    columns = zip(config.subtile_n.value, config.store_desc.value, config.normalised.value)  # noqa: B905
-    return [config.norm_n.value[y] // n if at >= 0 else 0 for n, at, y in columns]
 
 
 @gluon.constexpr_function
@@ -79,11 +64,6 @@ def pending(i, j, config):
     The one before may be leaving; not so if it had the same buffer, as where an odd number makes a tile, or if it is not known
     which one was before, as where a tile has no part in some store.
     """
-    if config.normalises:  # what was written since its buffer was filled the last time, maybe of the tile before
-        steps = [config.epilogue_n.value // config.norm_n.value[y] for y in config.normalised.value]
-        tile = sum(n * each for n, each in zip(each_column(config), steps, strict=True))
-        number, buffers = subtile_number(i, j, config), config.store_buffers.value
-        return buffers - 1 if number >= buffers else number + (tile - 1 - number) % buffers
     odd = subtile_number(len(config.subtile_n.value), 0, config) % 2 == 1
     stores = zip(config.store_extent.value, config.store_desc.value, strict=True)
     same = config.store_buffers.value == 1 or (subtile_number(i, j, config) == 0 and odd)
@@ -113,19 +93,6 @@ def halve_columns(parts):
         x = parts[i]
         found = found + x.reshape((x.shape[0], 2, x.shape[1] // 2)).permute((0, 2, 1)).split()
     return found
-
-
-@gluon.jit
-def join_columns(parts, columns: gl.constexpr):
-    """Parts side by side, joined as often as it takes until each has so many columns."""
-    if parts[0].shape[1] == columns:
-        return parts
-    else:
-        found = ()
-        for i in gl.static_range(len(parts) // 2):
-            both = gl.join(parts[2 * i], parts[2 * i + 1]).permute((0, 2, 1))
-            found = found + (both.reshape((both.shape[0], 2 * both.shape[2])),)  # noqa: RUF005 (Triton has no starred tuples)
-        return join_columns(found, columns)
 
 
 @gluon.jit

@@ -31,7 +31,7 @@ class TileScheduler:
 
     Whole tiles go round the `workers`. With `stream_k` the last ones are shared out evenly along K: a worker has the steps from
     `begin` to `end` of all of theirs, in `shares` tiles after `own_tiles` that are whole. With `split_k` each block of a
-    cluster has the `k_tiles` from `first_k_tile` on of every tile; with `row_blocks` one of the tiles of the same rows.
+    cluster has the `k_tiles` from `first_k_tile` on of every tile.
     """
 
     problem: Problem
@@ -63,8 +63,6 @@ class TileScheduler:
         if self.config.multicast:  # two blocks have two tiles, one below the other
             b, m, n = rasterise(t, gl.cdiv(self.tiles_m, 2), self.tiles_n, max(self.config.group_m // 2, 1))
             return b, m * 2 + gl.program_id(0) % 2, n, k0, k1
-        elif self.config.normalises:  # a cluster has whole rows
-            return t // self.tiles_m, t % self.tiles_m, gl.program_id(0) % self.config.row_blocks, k0, k1
         elif self.config.owners:
             b, m, n = by_chunks(t, self.config)
             return (b + self.problem.whole_tiles) % self.config.owners, m, n, k0, k1
@@ -93,8 +91,6 @@ def tile_scheduler(problem, config: gl.constexpr):
     tiles_m = gl.cdiv(problem.M, config.tile_m)
     tiles_n = gl.cdiv(problem.N, config.result_n)
     k_tiles = gl.cdiv(problem.K, config.tile_k)
-    if config.normalises:
-        tiles_n = 1
     tiles = problem.B * (gl.cdiv(tiles_m, 2) if config.multicast else tiles_m) * tiles_n
     worker = gl.program_id(0)
     workers = gl.num_programs(0)

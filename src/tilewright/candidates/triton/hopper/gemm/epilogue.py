@@ -21,23 +21,21 @@ from tilewright.ir.extent import divides
 from tilewright.ir.graph import Node
 from tilewright.ir.ops import Param
 
-LATE = frozenset({"acc", "up", "aux", "shift", "rstd"})  # names that a subtile's sums come with
+LATE = frozenset({"acc", "up", "aux"})  # names that a subtile's sums come with
 
 
 def write(spec: KernelSpec) -> KernelSource:
     """The module of a kernel."""
     config, scales, numbers = spec.config, spec.plan.scales, Text("gl")
     stores = spec.stores[:1] if config.shared_epilogue else spec.stores
-    chosen = {n: f"s{k}" for k, n in enumerate(leaves(stores[0], spec.plan.in_registers))} if config.shared_epilogue else {}
-    visited = enumerate((*stores, *spec.norm))
-    begin, load, visit = zip(*(_visitor(spec, i, s, chosen, numbers) for i, s in visited), strict=True)
-    brings = next((s.aux[1] for s in (*stores, *spec.norm) if s.aux), None)
+    chosen = {n: f"s{k}" for k, n in enumerate(leaves(stores[0], spec.plan.up))} if config.shared_epilogue else {}
+    begin, load, visit = zip(*(_visitor(spec, i, s, chosen, numbers) for i, s in enumerate(stores)), strict=True)
     functions = {
         "begin": ("i side tile layout", begin),
         "load": ("i side tile begun first layout", load),
         "visit": ("i acc near side tile begun loaded first layout", visit),
         "place": ("i side b row column", [_coordinates(s.view, numbers) for s in stores]),
-        "aux_place": ("side b row column", [_coordinates(brings, numbers)]),
+        "aux_place": ("side b row column", [_coordinates(stores[0].aux and stores[0].aux[1], numbers)]),
         "choose": ("side col", [_choice(spec, numbers)]),
         "put": ("i value side tile first layout", [_put(spec, i, s, numbers) for i, s in enumerate(stores)]),
         "lines": ("i side", [[f"return {_lines(spec, i, s, numbers)}"] for i, s in enumerate(stores)]),
@@ -66,20 +64,16 @@ def _visitor(
     """Bodies of `begin`, `load` and `visit` for store i: what subtiles of a tile share, what one reads, what it becomes.
     `chosen`: names for what stores that share them read each of its own."""
     plan, access, t = spec.plan, store.access, Text("gl", beside=numbers)
-    held = {} if plan.up is None else {plan.up: "up"}
-    if plan.norm is not None and store.access is plan.norm.y:
-        held = {plan.norm.rstd: "rstd", plan.norm.shift: "shift"}
-    tile = replace(_tile(spec, store, t), acc="acc", near=held)
+    tile = replace(_tile(spec, store, t), acc="acc", near={} if plan.up is None else {plan.up: "up"})
     near = {} if store.aux is None else {store.aux[0]: "aux"}
-    of_rows, around_norm = (held, True) if plan.norm is not None else ((), False)
-    emitter = FastMath(t, tile, lambda n: chosen.get(n) or pointer_of(n), near, of_rows=of_rows, around_norm=around_norm)
-    emitter.values([n for n in access.views if isinstance(n.op, Param) and n not in (*held, *near)], access)
+    emitter = FastMath(t, tile, lambda n: chosen.get(n) or pointer_of(n), near)
+    emitter.values([n for n in access.views if isinstance(n.op, Param) and n not in (plan.up, *near)], access)
     result = emitter.value(access)
     if access.root.dtype is PRED:
         result = t.v(f"{result}.to(gl.uint8)")
     begun, loaded, body = _by_time(t.lines, result)
     names = _unpacked([*chosen.values()], "tile.chosen")
-    beside = [*held.values()] + ["aux"] * bool(near)
+    beside = ["up"] * (plan.up is not None) + ["aux"] * bool(near)
     known = [*names, *_unpacked(begun[0], "begun")]
     return (
         [*names, *begun[1], f"return {_tuple(begun[0])}"],
@@ -131,15 +125,15 @@ def _choice(spec: KernelSpec, numbers: Text) -> list[str]:
         return ["there = to0", *others, "return own, there"]
     if not spec.config.shared_epilogue:
         return ["return ()"]
-    first, held = spec.stores[0], spec.plan.in_registers
-    extent, own = first.access.columns_extent, leaves(first, held)
+    first, up = spec.stores[0], spec.plan.up
+    extent, own = first.access.columns_extent, leaves(first, up)
     names = [f"s{k}" for k in range(len(own))]
     wide = numbers.extent(extent)
     lines = [f"which = col // {wide}", f"own = col - which * {wide}"]
     lines += [f"{name} = {pointer_of(leaf)}" for name, leaf in zip(names, own, strict=True)]
     for i, other in enumerate(spec.stores[1:]):
         lines += [f"if which == {i + 1}:"] * bool(own)
-        for name, leaf, its in zip(names, leaves(other, held), own, strict=True):
+        for name, leaf, its in zip(names, leaves(other, up), own, strict=True):
             further = other.access.of_leaf(leaf).offset - first.access.of_leaf(its).offset
             lines.append(f"    {name} = {pointer_of(leaf)}{f' + {numbers.stride(further)}' if further else ''}")
     return [*lines, f"return which, own, {_tuple(names)}"]

@@ -10,7 +10,6 @@ from typing import Any, cast
 import torch
 
 from tilewright.candidates.triton.expressions.emit import NUMBERED, check
-from tilewright.candidates.triton.hopper.gemm.row_norm import RowNorm, row_norm
 from tilewright.candidates.triton.hopper.gemm.tile import TileConfig
 from tilewright.candidates.triton.hopper.gemm.tma import ALIGNED, TMA_TYPES, TmaView, by_batch
 from tilewright.dtype import F8E4M3FN, F8E5M2, F32, S32, DType
@@ -151,7 +150,6 @@ class HopperGemm:
         stores: the results over rows and columns.
         scales: scales by blocks.
         up: what stands in the stores for sums of the right half of `rhs`'s columns, where those meet the left half's (SwiGLU).
-        norm: the norm of rows that is stored.
     """
 
     problem: Problem
@@ -165,13 +163,6 @@ class HopperGemm:
     stores: tuple[Access, ...]
     scales: BlockScales | None = None
     up: Node | None = None
-    norm: RowNorm | None = None
-
-    @property
-    def in_registers(self) -> tuple[Node, ...]:
-        """Leaves of the stores that lie nowhere in memory."""
-        own = (self.norm.shift, self.norm.rstd) if self.norm is not None else ()
-        return own if self.up is None else (self.up, *own)
 
     @property
     def accumulators(self) -> int:
@@ -195,8 +186,8 @@ class HopperGemm:
         return replace(self, problem=problem, batch=batch, M=rows, N=columns, K=depth, lhs=operands[0], rhs=operands[1])
 
     def tiles(self, tile: TileConfig) -> int:
-        """Tiles of the result; with `multicast`, pairs of tiles one below the other, with `row_blocks` those of whole rows."""
-        rows, columns = tile.tile_m * (2 if tile.multicast else 1), tile.tile_n // self.accumulators * (tile.row_blocks or 1)
+        """Tiles of the result; with `multicast`, pairs of tiles one below the other."""
+        rows, columns = tile.tile_m * (2 if tile.multicast else 1), tile.tile_n // self.accumulators
         return self.batch * -(-self.M // rows) * -(-self.N // columns)
 
 
@@ -218,19 +209,17 @@ def plan_of(problem: Problem, target: Target) -> HopperGemm:
         raise Unsupported("the result is empty or a sum of nothing")
     if batch * rows > NUMBERED or batch * N > NUMBERED:
         raise Unsupported("its rows are not counted in 31 bits")
-    norm_of = row_norm(problem.op.stores, len(problem.types), N)
-    roots, norm = norm_of or (problem.op.stores, None)
-    check(roots if norm is None else (norm.x.root, norm.y.root, *roots))
+    check(problem.op.stores)
     shared = math.prod(problem.op.rhs.shape[:-2]) == 1
     if shared:
         batch, rows = 1, batch * rows
     lhs = _matrix(problem, lhs_root, (batch, rows, K), [] if shared else shape, left=True)
     rhs = _matrix(problem, rhs_root, (batch, N, K), [] if shared else shape, left=False)
-    roots, up = (None if norm is not None else gate_up(roots, len(problem.types))) or (roots, None)
-    if scales is not None and (up is not None or norm is not None):
-        raise Unsupported(f"scales by blocks of {'both halves of the columns' if norm is None else 'what is normalised'}")
+    roots, up = gate_up(problem.op.stores, len(problem.types)) or (problem.op.stores, None)
+    if up is not None and scales is not None:
+        raise Unsupported("scales by blocks of both halves of the columns")
     stores = tuple(of_store(root) for root in roots)
-    return HopperGemm(problem, target, batch, rows, N if up is None else N // 2, K, lhs, rhs, stores, scales, up, norm)
+    return HopperGemm(problem, target, batch, rows, N if up is None else N // 2, K, lhs, rhs, stores, scales, up)
 
 
 def _block_scales(problem: Problem) -> tuple[BlockScales, Node, Node] | None:

@@ -13,16 +13,7 @@ from tilewright.candidates.triton.hopper.gemm.epilogue import write
 from tilewright.candidates.triton.hopper.gemm.plan import Matrix
 from tilewright.candidates.triton.hopper.gemm.spec import KernelSpec
 from tilewright.candidates.triton.hopper.gemm.tma import with_descriptors
-from tilewright.candidates.triton.hopper.ptx import (
-    Rewrite,
-    exchanged,
-    multicast,
-    narrowed,
-    rewriting,
-    split,
-    unsigned,
-    widest_products,
-)
+from tilewright.candidates.triton.hopper.ptx import Rewrite, multicast, narrowed, rewriting, split, unsigned, widest_products
 from tilewright.candidates.triton.runtime.launch import caller, pointers
 from tilewright.candidates.triton.runtime.module import Built, build, launcher
 from tilewright.ir.graph import toposort
@@ -61,8 +52,6 @@ def _rewrites(spec: KernelSpec) -> list[Rewrite]:
     if config.split_k > 1:
         rings = config.num_stages * config.tile_m * 128, config.num_stages * config.tile_n * 128
         found.append(partial(split, blocks=config.split_k, groups=config.consumers, ring_bytes=rings))
-    if config.statistics_bytes:
-        found.append(partial(exchanged, blocks=config.cluster, groups=config.consumers))
     if config.multicast:
         found.append(partial(multicast, right=[a.name for a in spec.operands].index("b_desc")))
     return found

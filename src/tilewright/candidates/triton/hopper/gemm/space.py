@@ -17,9 +17,8 @@ from tilewright.candidates.triton.hopper.gemm.spec import KernelSpec, Store, lea
 from tilewright.candidates.triton.hopper.gemm.tile import TileConfig
 from tilewright.candidates.triton.runtime.versions import whole_views
 from tilewright.dtype import BF16, F16
-from tilewright.hardware.clusters import row_tiles
 from tilewright.ir.expression import quantised_at_once
-from tilewright.ir.graph import toposort
+from tilewright.ir.graph import Node, toposort
 from tilewright.ir.ops import Dequantize, Map, Quantize, Select
 from tilewright.lowering.scalar.costs import SPECIAL_UNIT
 from tilewright.schedule.cost import Phase, Work, predict_us
@@ -36,8 +35,6 @@ LATER = 0.03
 # Of an H200's 132 SMs, those that clusters of so many whole SMs find room on: they do not span the chip's parts, of 16 or 18
 # SMs each.
 CLUSTER_CORES = {1: 1.0, 2: 1.0, 3: 117 / 132, 4: 112 / 132, 8: 112 / 132}
-TOLD_CYCLES = 800.0  # until all of a cluster have one another's numbers of a tile's rows
-NORM_INSTRUCTIONS = 10  # on an element that is normalised: what is added up, the differences and their squares, the norm
 EXCHANGE_CYCLES = 1200.0  # of a cluster: all are done with their rings, sums are sent, all have come
 SENT_BYTES_PER_CYCLE = 8.0  # from one block of a cluster to the others
 FEWEST_STEPS = 4  # along K that are worth a share of a tile
@@ -87,9 +84,6 @@ def has_tiles(plan: HopperGemm) -> bool:
 
 
 def _legal(plan: HopperGemm, most_elements: int) -> Iterable[TileConfig]:
-    if plan.norm is not None:
-        yield from _whole_rows(plan)
-        return
     steps = plan.k_tiles
     for base in _bases(plan):
         blocks_each, tiles = 2 if base.multicast else 1, plan.tiles(base)
@@ -121,22 +115,6 @@ def _legal(plan: HopperGemm, most_elements: int) -> Iterable[TileConfig]:
                 yield from _with_ring(spec_of(plan, replace(base, split_k=split_k, blocks=tiles * split_k)))
 
 
-def _whole_rows(plan: HopperGemm) -> Iterable[TileConfig]:
-    """Tiles whose blocks have the columns of whole rows together."""
-    for tile_m, (tile_n, blocks), permuted in product((128, 64), row_tiles(plan.N), _vector_stores(plan)):
-        if tile_m == 128 and plan.batch * plan.M <= 64:
-            continue
-        base = replace(SMALLEST, tile_m=tile_m, tile_n=tile_n, tile_k=plan.tile_k, vector_store=permuted, row_blocks=blocks)
-        tiles, workers = plan.tiles(base), round(CLUSTER_CORES[blocks] * plan.target.cores) // blocks
-        if not workers:
-            continue
-        rounds = -(-tiles // workers)
-        for pingpong in (False, True):
-            # of 128 rows a thread would have more sums than registers
-            if not pingpong or (tile_m == 64 and tile_n > 128 and rounds >= FEWEST_PINGPONG_TILES):
-                yield from _with_ring(spec_of(plan, replace(base, pingpong=pingpong, blocks=-(-tiles // rounds) * blocks)))
-
-
 def _with_ring(spec: KernelSpec) -> Iterable[TileConfig]:
     """A kernel's tile with as many stages as there is room for; none where those do not suffice."""
     stages = ring_stages(spec)
@@ -152,7 +130,7 @@ def exchange_bytes(tile: TileConfig) -> int:
 def ring_stages(spec: KernelSpec) -> int:
     """Stages of the ring, as many as there is room for; its end may hold rows of none (`_operand.spare_rows`)."""
     config = spec.config
-    room = spec.plan.target.chip.shared_bytes - config.store_bytes - config.statistics_bytes - BARRIERS_BYTES
+    room = spec.plan.target.chip.shared_bytes - config.store_bytes - BARRIERS_BYTES
     if config.tile_n != config.padded_n and whole_views():
         room -= config.padded_n * 128
     return min(room // config.stage_bytes, MOST_STAGES)
@@ -235,12 +213,12 @@ def _instructions(spec: KernelSpec) -> float:
     return total
 
 
-def _read_cycles(store: Store, plan: HopperGemm) -> float:
+def _read_cycles(store: Store, plan_n: int, up: Node | None) -> float:
     """Cycles for an element of the result, of operands that vary along rows and columns."""
     if store.aux:
         return AUX_CYCLES
-    places = [store.access.of_leaf(n) for n in leaves(store, plan.in_registers)]
-    return READ_CYCLES * (sum(bool(p.rows and p.columns) for p in places) * store.access.columns_extent / plan.N)
+    places = [store.access.of_leaf(n) for n in leaves(store, up)]
+    return READ_CYCLES * (sum(bool(p.rows and p.columns) for p in places) * store.access.columns_extent / plan_n)
 
 
 def work(spec: KernelSpec) -> Work:
@@ -265,9 +243,7 @@ def work(spec: KernelSpec) -> Work:
     boundary = (DEFERRED_CYCLES if tile.deferred_store else END_CYCLES) * own_n * max(tile.tile_m, 128) / (128 * 256)
     boundary *= TALL if tall else 1
     boundary += elements * STEP_CYCLES / config.consumers * _instructions(spec) * (2 if tile.pingpong else 1)
-    if config.normalises:
-        boundary += TOLD_CYCLES + elements * STEP_CYCLES / config.consumers * NORM_INSTRUCTIONS * (2 if tile.pingpong else 1)
-    reads = elements * sum(_read_cycles(s, plan) for s in (*spec.stores, *spec.norm))
+    reads = elements * sum(_read_cycles(s, plan.N, plan.up) for s in spec.stores)
     boundary += reads
     if any(s.view is None for s in spec.stores):
         boundary += elements * STEP_CYCLES * 4

@@ -12,7 +12,6 @@ from tilewright.candidates.triton.expressions.chunks import COUNTERS, Chunks
 from tilewright.candidates.triton.expressions.exchange import SHARED
 from tilewright.candidates.triton.expressions.printer import pointer_type
 from tilewright.candidates.triton.hopper.gemm.plan import HopperGemm, Matrix
-from tilewright.candidates.triton.hopper.gemm.row_norm import RowNorm
 from tilewright.candidates.triton.hopper.gemm.tile import TileConfig
 from tilewright.candidates.triton.hopper.gemm.tma import TMA_TYPES, TmaView, descriptor, tma_view
 from tilewright.dtype import PRED, U8, DType
@@ -52,10 +51,6 @@ class KernelConfig(TileConfig):
     store_extent: tuple[int, ...]  # how many; 0: all, so that every tile has a part in it
     store_desc: tuple[int, ...]  # which of the TMA descriptors it has, -1 for none
     store_m_major: tuple[bool, ...]  # rows are its contiguous axis
-    norm_n: tuple[int, ...]  # with a norm, columns of a subtile of what is normalised and of the norm, else none
-    norm_epsilon: float
-    norm_center: bool
-    normalised: tuple[bool, ...]  # of each store: it takes the norm, not what is normalised
     store_pitch: tuple[int, ...]  # elements from row to row where threads write it a line of 128 bytes at a time, else 0
     some_rows: bool  # of the last tiles do not exist
     consumer_registers: int  # of a thread, of 64K in all
@@ -90,23 +85,7 @@ class KernelConfig(TileConfig):
     @property
     def cluster(self) -> int:
         """Blocks that are started together."""
-        return 2 if self.multicast else self.row_blocks or self.split_k
-
-    @property
-    def normalises(self) -> bool:
-        """A norm of rows is stored."""
-        return bool(self.norm_n)
-
-    @property
-    def aux_store(self) -> int:
-        """The number of what reads the auxiliary operand: the first store, or what is normalised."""
-        return len(self.store_desc) if self.normalises else 0
-
-    @property
-    def statistics_bytes(self) -> int:
-        """Bytes of shared memory for two numbers of each row of all blocks of a cluster, twice."""
-        shared = self.row_blocks is not None and self.row_blocks > 1
-        return 2 * self.consumers * self.row_blocks * self.rows * 8 if self.row_blocks and shared else 0
+        return 2 if self.multicast else self.split_k
 
     @property
     def right_rows(self) -> int:
@@ -126,8 +105,8 @@ class KernelConfig(TileConfig):
 
     @property
     def subtiles(self) -> int:
-        """Epilogue subtiles of the first store, or of what is normalised."""
-        return self.epilogue_n // self.subtile_n[self.aux_store]
+        """Epilogue subtiles of the first store."""
+        return self.epilogue_n // self.subtile_n[0]
 
     @property
     def prologue_steps(self) -> int:
@@ -144,7 +123,7 @@ class KernelConfig(TileConfig):
         """Buffers of a consumer for epilogue subtiles; one for each of them where the auxiliary operand comes in by them first,
         unless it may come later, while the other warpgroup multiplies."""
         if self.aux_load:
-            return min(self.subtiles, 2) if self.pingpong and not self.normalises else self.subtiles
+            return min(self.subtiles, 2) if self.pingpong else self.subtiles
         return 2 if self.rows == 64 else 1
 
 
@@ -193,7 +172,6 @@ class KernelSpec:
         plan, tile: see there.
         acc: type of the sums.
         stores: the results.
-        norm: what is normalised, and the norm, none without one; they are like stores that nothing is written of.
         chunks: the memory of ranks into which the one store goes, if it does: rows of each matrix of the batch are a rank's.
     """
 
@@ -201,7 +179,6 @@ class KernelSpec:
     tile: TileConfig
     acc: DType
     stores: tuple[Store, ...]
-    norm: tuple[Store, ...]
     chunks: Chunks | None = field(default=None, kw_only=True)
 
     kernel: ClassVar[str] = "tilewright.candidates.triton.hopper.gemm._kernel.gemm"
@@ -209,10 +186,9 @@ class KernelSpec:
     @cached_property
     def config(self) -> KernelConfig:
         """The kernel's constants."""
-        plan, tile, stores, norm = self.plan, self.tile, self.stores, self.plan.norm
+        plan, tile, stores = self.plan, self.tile, self.stores
         same, views = share_epilogue(stores, tile.tile_n), [s.view for s in stores]
         stores = stores[:1] if same else stores
-        each = (*stores, *self.norm)
         constants: dict[str, Any] = vars(tile) | {
             "tile_k": plan.tile_k,
             "blocks": 0,
@@ -226,17 +202,13 @@ class KernelSpec:
             "stage_bytes": (tile.tile_m + tile.tile_n) * 128,
             "scale_strides": plan.scales.strides if plan.scales else (),
             **{name: (x.along_k, x.batched, x.shared) for name, x in (("left", plan.lhs), ("right", plan.rhs))},
-            "aux_load": any(s.aux for s in each),
+            "aux_load": any(s.aux for s in stores),
             "shared_epilogue": same,
-            "subtile_n": tuple(s.columns for s in each),
+            "subtile_n": tuple(s.columns for s in stores),
             "store_first": tuple(s.access.first for s in stores),
-            "store_extent": tuple(0 if same or s.access.columns_extent == plan.N else s.access.columns_extent for s in each),
+            "store_extent": tuple(0 if same or s.access.columns_extent == plan.N else s.access.columns_extent for s in stores),
             "store_desc": tuple(sum(map(bool, views[:i])) if views[i] else -1 for i in range(len(stores))),
-            "store_m_major": tuple(s.view is not None and s.view.m_major for s in each),
-            "norm_n": tuple(s.columns for s in self.norm),
-            "norm_epsilon": 0.0 if norm is None else norm.epsilon,
-            "norm_center": norm is not None and norm.center,
-            "normalised": () if norm is None else norm.normalised,
+            "store_m_major": tuple(s.view is not None and s.view.m_major for s in stores),
             "store_pitch": tuple(_pitch(s, plan.N) for s in stores),
             "some_rows": not divides(tile.tile_m * (2 if tile.multicast else 1), plan.M),
             "consumer_registers": 240,
@@ -280,8 +252,7 @@ class KernelSpec:
         """The kernel's addresses in order: operands, results by TMA, what TMA loads for the epilogue, sources and results by
         pointers."""
         types, stores = self.plan.problem.types, [(i, s, s.access.root.dtype) for i, s in enumerate(self.stores)]
-        each = (*self.stores, *self.norm)
-        read = {n for s in each for n in leaves(s, self.plan.in_registers)} - {s.aux[0] for s in each if s.aux}
+        read = {n for s in self.stores for n in leaves(s, self.plan.up)} - {s.aux[0] for s in self.stores if s.aux}
         sources = {n.op.index for n in read if isinstance(n.op, Param)}
         sources |= {self.plan.scales.lhs, self.plan.scales.rhs} if self.plan.scales else set()
         found = [*self.operands]
@@ -293,7 +264,7 @@ class KernelSpec:
             found += [Argument(f"c{r}_desc", _tma_type(t, s.view), s.view, SHARED + r) for r in ranks]
             names = ["own", *(f"to{r}" for r in ranks)]
             found += [Argument(name, "*i32", source=SHARED + len(ranks) + i) for i, name in enumerate(names)]
-        for i, s in enumerate(each):
+        for i, s, _ in stores:
             if s.aux and isinstance(s.aux[0].op, Param):
                 leaf, view = s.aux
                 found.append(Argument(f"d{i}_desc", _tma_type(leaf.dtype, view), view, s.aux[0].op.index))
@@ -342,35 +313,9 @@ def spec_of(plan: HopperGemm, tile: TileConfig) -> KernelSpec:
             widest = min(widest, 64)  # of wider ones more would be under way than there are registers
         fitting = (_store(access, plan, rows, widest >> i) for i in range(3))  # heads may be narrower than a subtile
         stores.append(next((s for s in fitting if s.view is not None), Store(access, None, widest)))
-    if plan.norm is not None:
-        stores, norm = _around_norm(plan.norm, plan, stores, rows, tile.tile_n)
-        return KernelSpec(plan, tile, plan.problem.acc.dtype, tuple(stores), norm)
     if len(stores) == 1 and plan.scales is None and not tile.deferred_store and not tile.stream_k and tile.split_k == 1:
         stores[0] = replace(stores[0], aux=_aux(stores[0], plan, rows))
-    return KernelSpec(plan, tile, plan.problem.acc.dtype, tuple(stores), ())
-
-
-def _around_norm(
-    norm: RowNorm, plan: HopperGemm, stores: Sequence[Store], rows: int, tile_n: int
-) -> tuple[list[Store], tuple[Store, Store]]:
-    """Stores, what is normalised, and the norm: in subtiles of 128 bytes of what TMA brings for it, and in the widest of those
-    of the stores that read it. A store of what is normalised takes the buffer of what was brought, or nothing is."""
-    x, own = (
-        Store(norm.x, None, math.gcd(64, tile_n)),
-        [s for s, of_norm in zip(stores, norm.normalised, strict=True) if not of_norm],
-    )
-    for element in (2, 1):  # of wider ones all of a tile would take too much of shared memory
-        columns = math.gcd(128 // element, tile_n)
-        aux = _brought(norm.x, plan, rows, columns, element)
-        if aux is not None and all(s.access.root.dtype.size_bytes(1) == element for s in own) and len(own) < 2:
-            x = Store(norm.x, None, columns, aux)
-            break
-    fitting = [
-        s if of_norm else _store(s.access, plan, rows, min(s.columns, x.columns))
-        for s, of_norm in zip(stores, norm.normalised, strict=True)
-    ]
-    widest = max(s.columns for s, of_norm in zip(fitting, norm.normalised, strict=True) if of_norm)
-    return fitting, (x, Store(norm.y, None, max(x.columns, widest)))
+    return KernelSpec(plan, tile, plan.problem.acc.dtype, tuple(stores))
 
 
 def _store(access: Access, plan: HopperGemm, rows: int, columns: int) -> Store:
@@ -397,22 +342,17 @@ def _aux(store: Store, plan: HopperGemm, rows: int) -> tuple[Node, TmaView] | No
     element = store.access.root.dtype.size_bytes(1)
     if store.view is None or store.view.m_major or store.access.columns_extent != plan.N:
         return None
-    return _brought(store.access, plan, rows, store.columns, element)
-
-
-def _brought(access: Access, plan: HopperGemm, rows: int, columns: int, element: int) -> tuple[Node, TmaView] | None:
-    """The source that is as large as the result, of elements of so many bytes, and how TMA brings it in subtiles."""
-    read = [n for n in access.views if isinstance(n.op, Param) and n not in plan.in_registers]
+    read = [n for n in store.access.views if isinstance(n.op, Param) and n is not plan.up]
     for leaf in (n for n in read if n.dtype.size_bytes(1) == element and n.dtype is not PRED):
-        view = tma_view(access.of_leaf(leaf), plan.batch, plan.M, plan.N, rows, columns, element)
+        view = tma_view(store.access.of_leaf(leaf), plan.batch, plan.M, plan.N, rows, store.columns, element)
         if view is not None and not view.m_major:
             return leaf, view
     return None
 
 
-def leaves(store: Store, in_registers: Sequence[Node]) -> list[Node]:
+def leaves(store: Store, up: Node | None) -> list[Node]:
     """The sources that a store reads, in order."""
-    return [n for n in toposort((store.access.root,)) if isinstance(n.op, Param) and n not in in_registers]
+    return [n for n in toposort((store.access.root,)) if isinstance(n.op, Param) and n is not up]
 
 
 def share_epilogue(stores: Sequence[Store], tile_n: int) -> bool:

@@ -20,8 +20,6 @@ class TileConfig:
         blocks: that are started.
         stream_k: tiles at the end of which every block has an even share of K, their parts added up in order.
         split_k: blocks of a cluster that have a share of K each, add up their sums, and finish a share of the columns each.
-        row_blocks: blocks of a cluster that have the tiles of the same rows, and find the numbers of their norm together; None,
-            and no knob, without a norm.
         expanded: packed codes are pre-expanded to bytes, as they are multiplied (`w4.tiles`); None, and no knob, elsewhere.
     """
 
@@ -37,5 +35,4 @@ class TileConfig:
     blocks: int
     stream_k: int
     split_k: int = 1
-    row_blocks: int | None = None
     expanded: bool | None = None

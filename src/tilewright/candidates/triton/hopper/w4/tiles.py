@@ -187,7 +187,7 @@ class Tiles(Plan):
     def spec(self, tile: TileConfig) -> PackedSpec:
         """The kernel of a tile configuration; integers are added up in f32, which holds them (`plan.py`)."""
         base = super().spec(tile)
-        return PackedSpec(base.plan, tile, F32, base.stores, (), self.weights)
+        return PackedSpec(base.plan, tile, F32, base.stores, self.weights)
 
     @cached_property
     def tiles(self) -> list[TileConfig]:
