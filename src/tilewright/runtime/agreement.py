@@ -30,12 +30,14 @@ from tilewright.ir.ops import Const
 from tilewright.progress import Progress
 from tilewright.runtime.steps import Posed
 from tilewright.runtime.team import ProcessTeam
+from tilewright.schedule.ahead import compile_ahead
 from tilewright.schedule.bench import failure
 from tilewright.schedule.budget import LONGEST_S, BudgetedChooser, ordinary
 from tilewright.schedule.candidate import (
     LAST_RESORT,
     Candidate,
     Kernel,
+    Precompiled,
     Refusal,
     Runner,
     Schedule,
@@ -44,6 +46,7 @@ from tilewright.schedule.candidate import (
     kernel_of,
     planned,
 )
+from tilewright.schedule.capture import CudaGraphs
 from tilewright.schedule.choice import choice_of, rejected_of
 from tilewright.schedule.cost import least_us
 from tilewright.schedule.expected import Expected, check, expect_on_mesh
@@ -78,6 +81,10 @@ class BetweenPlan(Protocol):
 
 
 SEARCHING = 0.7  # of the time, for problems of one rank alone
+AHEAD = 0.6  # of what is left for a problem with operations between ranks, for compiling
+MOST_AHEAD = 32  # points of one that are compiled ahead
+PLAIN = "sequential"  # the candidate that communicates and multiplies one after the other
+GRAPHED = 16  # calls in a CUDA graph that is timed: ranks begin it some 50 µs apart
 TIMING_S = 0.2  # for timing one point of a problem that all ranks take part in
 LEAST, MOST = 3, 30  # calls of it
 LATE_S = 0.005  # that one rank, drawn by lot, comes late to a call that is checked
@@ -132,6 +139,7 @@ class Agreed:
         self._team, self._target, self._budget, self._progress, self._database = team, target, budget, progress, database
         self._measures = budget.seconds > 0
         self._chosen: dict[AnyProblem, Decision] = {}
+        self._between_left = 1  # problems with operations between ranks that are not chosen yet
 
     def __call__(self, problem: AnyProblem, weights: Mapping[int, torch.Tensor]) -> Decision:
         return self._chosen[problem]
@@ -156,7 +164,8 @@ class Agreed:
                 for piece, held in plan.pieces_with(given[problem]):
                     add(piece, held, steps[problem])
         self._choose_local(list(local.values()))
-        for problem, plans in between.items():
+        for n, (problem, plans) in enumerate(between.items()):
+            self._between_left = len(between) - n
             self._chosen[problem] = self._choose_between(problem, plans)
         said = [(d.kernel.candidate, d.kernel.schedule.knobs) for p in posed for d in [self._chosen[p.problem]]]
         self._team.peers.agree({"the kernels chosen": digest(msgspec.json.encode(said))}, "the choice of kernels")
@@ -254,7 +263,8 @@ class Agreed:
             return found
         found = self._searched(problem, plans, checked)
         if self._together is not None and found.kernel.candidate in {c.name for c in plans}:
-            self._together.keep(found, self._together_s())
+            whole = not any(r.kind == "untried" for r in found.rejected)
+            self._together.keep(found, self._together_s() if whole else 0.0)  # the next compile goes on
         return found
 
     def _together_s(self) -> float:
@@ -302,21 +312,25 @@ class Agreed:
     def _searched(self, problem: AnyProblem, plans: Mapping[Candidate, BetweenPlan], checked: _Checked | None) -> Decision:
         rejected: list[Rejected] = []
         passed: list[Decision] = []
-        for candidate, plan in plans.items():
-            pieces = [self._chosen[p].kernel for p, _ in plan.pieces_with({})]
-            for point in plan.schedules():
-                schedule = plan.of_pieces(point, [(k.candidate, k.schedule) for k in pieces])
-                began = time.perf_counter()
-                kernel, runner, why = self._built(plan, schedule, checked)
-                why = self._verdict(why, partial(self._examined, problem, checked, runner))
-                if why or kernel is None or runner is None or checked is None:
-                    rejected.append(Rejected(candidate.name, "wrong", why, schedule))
-                    continue
-                us = self._timed(runner, checked.sources) if self._measures else None
-                took_s = time.perf_counter() - began
-                passed.append(Decision(problem, kernel, us, (), us is not None, True, checked_s=took_s))
-                if not self._measures:
-                    break
+        points = self._points(plans)
+        until = time.monotonic() + self._share_s()
+        self._compile_ahead(problem, points, until)
+        for n, (candidate, plan, schedule) in enumerate(points):
+            if passed and self._agreed(not self._measures or time.monotonic() > until):
+                why = "not tried: the time was over" if self._measures else "not tried: nothing is measured"
+                rejected += [Rejected(c.name, "untried", why, s) for c, _, s in points[n:]]
+                break
+            if self._progress is not None:
+                self._progress(n, len(points), f"ways between ranks: {candidate.name}")
+            began = time.perf_counter()
+            kernel, runner, why = self._built(plan, schedule, checked)
+            why = self._verdict(why, partial(self._examined, problem, checked, runner))
+            if why or kernel is None or runner is None or checked is None:
+                rejected.append(Rejected(candidate.name, "wrong", why, schedule))
+                continue
+            us = self._timed(runner, checked.sources) if self._measures else None
+            took_s = time.perf_counter() - began
+            passed.append(Decision(problem, kernel, us, (), us is not None, True, checked_s=took_s))
         if not passed:
             return replace(by_reference(problem, self._target), rejected=tuple(rejected), verified=checked is not None)
         best, *others = sorted(passed, key=lambda d: d.time_us or 0.0)
@@ -325,6 +339,38 @@ class Agreed:
             why = f"slower: {d.time_us:,.1f} µs on the slowest rank, {ratio:.2f} times the winner"
             rejected.append(Rejected(d.kernel.candidate, "slower", why, d.kernel.schedule, d.time_us))
         return replace(best, rejected=tuple(rejected))
+
+    def _points(self, plans: Mapping[Candidate, BetweenPlan]) -> list[tuple[Candidate, BetweenPlan, Schedule]]:
+        """The points of all candidates in the order in which they are tried. Where they are timed, the plain way comes first,
+        than which nothing may be slower; then the best guess of each candidate, the next ones of each, and so on."""
+        found: list[tuple[tuple[bool, int], Candidate, BetweenPlan, Schedule]] = []
+        for candidate, plan in plans.items():
+            pieces = [(k.candidate, k.schedule) for k in (self._chosen[p].kernel for p, _ in plan.pieces_with({}))]
+            for at, point in enumerate(plan.schedules()):
+                order = (candidate.name != PLAIN or at > 0, at) if self._measures else (False, 0)
+                found.append((order, candidate, plan, plan.of_pieces(point, pieces)))
+        return [(candidate, plan, schedule) for _, candidate, plan, schedule in sorted(found, key=lambda one: one[0])]
+
+    def _share_s(self) -> float:
+        """The seconds for a problem with operations between ranks: what is left is shared out among those not chosen yet."""
+        return self._budget.left_s() / max(1, self._between_left)
+
+    def _agreed(self, what: bool) -> bool:
+        """What rank 0 says: clocks differ."""
+        return self._team.peers.gathered(what, bool, "whether there is time")[0]
+
+    def _compile_ahead(
+        self, problem: AnyProblem, points: Sequence[tuple[Candidate, BetweenPlan, Schedule]], until: float
+    ) -> None:
+        """Have other processes make the machine code of points, each rank that of its share. Ranks of one host have one cache
+        of it."""
+        if not self._measures or self._target.kind != "cuda":
+            return
+        able = [(problem, c.name, s) for c, plan, s in points if isinstance(plan, Precompiled)][:MOST_AHEAD]
+        own = able[self._team.rank :: self._team.mesh.size]
+        if own:
+            compile_ahead((), self._target, chosen=own, within_s=AHEAD * max(0.0, until - time.monotonic()))
+        self._team.peers.gathered(0, int, "the kernels compiled ahead")
 
     def _drawn(self, problem: AnyProblem) -> _Checked | None:
         """Random data of this rank and what it must give there, worked out without the others; None where it cannot be."""
@@ -392,8 +438,23 @@ class Agreed:
 
     def _timed(self, runner: Runner, sources: Sequence[torch.Tensor]) -> float:
         """The median over calls of the slowest rank's time in µs, agreed."""
-        times = times_us(self._team, lambda: runner(sources), self._target.device, within_s=TIMING_S)
-        return statistics.median(us for us, _ in times)
+        run, calls = lambda: runner(sources), 1
+        replay = self._replayed(run) if self._target.kind == "cuda" else None
+        if replay is not None:  # as programs run from their second call on, but for what Python takes
+            run, calls = replay, GRAPHED
+        times = times_us(self._team, run, self._target.device, within_s=TIMING_S)
+        return statistics.median(us for us, _ in times) / calls
+
+    def _replayed(self, run: Callable[[], Sequence[torch.Tensor]]) -> Callable[[], None] | None:
+        """Calls in one CUDA graph on each rank; None where a rank cannot capture them, and then for all."""
+        replay, why = None, ""
+        synchronize(self._target.device)
+        self._team.peers.gathered(0, int, "the start of a capture")
+        try:
+            _, replay = CudaGraphs(self._target.device)(lambda: [run() for _ in range(GRAPHED)])
+        except Exception as error:
+            why = failure("it cannot be captured", error)
+        return None if any(self._team.peers.gathered(why, str, "a capture")) else replay
 
 
 @dataclass(frozen=True)

@@ -1,3 +1,4 @@
+# type: ignore  (what is jitted is Triton's language, whose calls are not Python's)
 """The kernel of `index_copy.py`: a block copies so many elements of y to x, for each array."""
 
 import triton

@@ -99,6 +99,9 @@ class Plan:
         """The kernel of a point."""
         return gathered_spec(self.product.gemm, schedule.point(TileConfig), self.gathered.ranks, int(schedule["pieces"]))
 
+    def compile(self, schedule: Schedule) -> None:
+        compiled(self.spec(schedule))
+
     def build(self, schedule: Schedule) -> Kernel:
         spec, target = self.spec(schedule), self.product.gemm.target
         built, sizes = compiled(spec), Sizes(self.gathered.ranks, self.gathered.data_bytes)
