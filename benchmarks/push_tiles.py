@@ -332,7 +332,7 @@ def built(case: Case, target: Target, most: int, few: bool) -> str:
     """Leave machine code of a case in Triton's cache; what fails, as a sentence."""
     try:
         plan = case.plan(target)
-        for point in case.points(target, most, few=few):
+        for point in case.points(target, most, few=few and case.layer == "small"):
             plan.steps(point)
             compiled(spec_of(plan.gemm, chosen_of(point)[0][1].point(TileConfig)))
     except Exception as error:  # whatever it is, the sentence is printed
@@ -368,8 +368,7 @@ def by_nccl(world: World, case: Case) -> tuple[Callable[[], object], Callable[[]
 def one_case(world: World, case: Case, target: Target, most: int, replays: int, seed: int, link: float) -> dict[str, Any]:
     """Check, stress and time a case."""
     row: dict[str, Any] = {"case": str(case), "points": [], "why": ""}
-    few = not world.real
-    for at, point in enumerate(case.points(target, most, few=few)):
+    for at, point in enumerate(case.points(target, most, few=not world.real and case.layer == "small")):
         ranks = Ranks(world, case, point, target)
         world.barrier()  # a rank that loads its code is not waited for by kernels
         results: list[dict[int, torch.Tensor]] = []

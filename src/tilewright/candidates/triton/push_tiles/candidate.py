@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import islice
+from itertools import islice, product
 
 import torch
 
@@ -41,9 +41,10 @@ MOST_RANKS = 16
 PRODUCT = "hopper"
 TRIED = 3  # tiles that are offered with each way
 # Chunks of a rank's rows, SMs that the product leaves to kernels behind, and programs that add up for all ranks, best guess
-# first. Where the sums stay with their owners, kernels behind have little to do before the product ends.
+# first. Where the sums stay with their owners, kernels behind have little to do before the product ends. Four programs that add
+# up have room on an SM that the product leaves; the others begin when it ends.
 SCATTERED = ((4, 0, 0), (2, 0, 0), (4, 8, 0))
-SPREAD = ((4, 16, 64), (4, 0, 132), (8, 16, 64), (4, 32, 128))
+SPREAD = ((4, 16, 192), (4, 0, 132), (8, 16, 192), (4, 32, 228))
 
 
 @dataclass(frozen=True)
@@ -94,17 +95,20 @@ class Plan:
         cores = self.gemm.target.cores
         own = replace(self.gemm, target=replace(self.gemm.target, cores=max(cores - spare, cores // 2, 2)))
         found = (t for t in tile_configs(own) if not (t.multicast or t.stream_k) and t.split_k == 1)
-        return [*islice(found, TRIED)]
+        first: dict[tuple[int, int, bool], TileConfig] = {}  # those that differ in more than how registers are stored
+        for t in found:
+            first.setdefault((t.tile_m, t.tile_n, t.pingpong), t)
+        return [*islice(first.values(), TRIED)]
 
     def schedules(self) -> Sequence[Schedule]:
-        """The points: ways and tiles, with the first point of the kernel behind."""
+        """The points: the first tile of all ways, then the next, with the first point of the kernel behind."""
         behind = next(iter(self.tail.plan.schedules()))
         bits = {"acc_bits": SHORT_SUM_BITS} if self._short_sums else {}
         found: dict[Schedule, None] = {}
-        for way in (Way(*w) for w in (SPREAD if self.spread else SCATTERED)):
-            for tile in self.tiles[way.spare]:
-                way = replace(way, chunks=self.chunks(tile, way).count)
-                own = Schedule.of_point(tile, **vars(way), **bits)
+        for rank, way in product(range(TRIED), self.ways):
+            for tile in self.tiles[way.spare][rank : rank + 1]:
+                chunks = self.chunks(tile, way).count  # no more than there are rows of tiles
+                own = Schedule.of_point(tile, **vars(replace(way, chunks=chunks)), **bits)
                 found[joined(Schedule(), [(PRODUCT, own), (self.tail.name, behind)])] = None
         return [*found]
 
