@@ -12,8 +12,8 @@ fused products.
 Times are µs of a CUDA graph, of the slowest rank, the median over rounds. Before each call the L2 cache is overwritten, which
 is timed alone and taken off. "limit" is the larger of the product alone and the bytes a rank sends over the link's rate,
 measured first. Every way is compared with ours. With --replays, graphs of ours are replayed with delays of each rank drawn by
-lot, and wrong bytes counted. --points lists the points that were tried, as launched, not in a graph: whether they were right,
-and what they took. It has not run on several GPUs yet. NVLink multicast is off. With $OUT, all goes to a JSON file.
+lot, and wrong bytes counted. --points lists the points that were tried: whether they were right, and what they took, by graphs
+of 16 calls and with data in the L2 cache where it fits. NVLink multicast is off. With $OUT, all goes to a JSON file.
 """
 
 from __future__ import annotations
