@@ -2,15 +2,19 @@
 
 import pytest
 import torch
+from pushed import summed
 
 import tilewright
 from tilewright.frontends import LoadOptions
 from tilewright.ir.evaluate import evaluate
+from tilewright.ir.mesh import Mesh
 from tilewright.ir.notation import parse
 from tilewright.report.measure.inputs import make_feeds
 from tilewright.report.measure.verify import verify_program
 from tilewright.rules.calibrate import calibrate
+from tilewright.schedule.expected import expect_on_mesh
 from tilewright.schedule.problem import problem_of
+from tilewright.schedule.sample import random_sources
 
 pytestmark = [
     pytest.mark.gpu,
@@ -113,3 +117,12 @@ def test_calibration_on_the_gpu_sees_what_the_cpu_sees() -> None:
     for node, seen in here.seen.items():
         assert there.seen[node].largest == pytest.approx(seen.largest, rel=1e-4)
         torch.testing.assert_close(there.seen[node].rows, seen.rows, rtol=1e-4, atol=1e-5)
+
+
+def test_what_ranks_must_give_is_worked_out_on_the_device():
+    problem, mesh = summed("bf16[48,64] @ bf16[96,64]^T -> bf16", 2), Mesh.parse("tp=2")
+    (_, here), (_, there) = (
+        expect_on_mesh(problem, lambda r: random_sources(problem, seed=r), mesh, 1, device) for device in ("cpu", "cuda")
+    )
+    assert all(t.device.type == "cuda" for t in there.reference)
+    torch.testing.assert_close(here.reference[0], there.reference[0].cpu(), rtol=1e-2, atol=1e-2)  # the sum, before codes

@@ -379,11 +379,18 @@ class Agreed:
         def draw(rank: int) -> list[torch.Tensor]:
             return random_sources(problem, seed=seed + rank)
 
-        try:
-            sources, expected = expect_on_mesh(problem, draw, self._team.mesh, self._team.rank)
-        except Exception as error:
-            say(f"{problem} cannot be checked: {failure('the oracle failed', error)}")
+        drawn, why = None, ""
+        # Where ranks have a GPU each, their processes often have one thread each: there float64 takes a CPU minutes.
+        for device in dict.fromkeys((self._target.device, "cpu")):
+            try:
+                drawn = expect_on_mesh(problem, draw, self._team.mesh, self._team.rank, device)
+                break
+            except Exception as error:  # out of memory, or no such operation there
+                why = failure("the oracle failed", error)
+        if drawn is None:
+            say(f"{problem} cannot be checked: {why}")
             return None
+        sources, expected = drawn
         there = [guarded(t.to(self._target.device)) for t in sources]
         held = {i: there[i] for i in constants}
         other = [t if i in held else guarded(other_data(t)) for i, t in enumerate(there)]

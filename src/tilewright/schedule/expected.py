@@ -131,18 +131,19 @@ def accumulated(problem: AnchorProblem, sources: Sequence[torch.Tensor], roundof
 
 
 def expect_on_mesh(
-    problem: AnyProblem, draw: Callable[[int], Sequence[torch.Tensor]], mesh: Mesh, rank: int
+    problem: AnyProblem, draw: Callable[[int], Sequence[torch.Tensor]], mesh: Mesh, rank: int, device: str = "cpu"
 ) -> tuple[list[torch.Tensor], Expected]:
-    """The sources of a rank of a mesh and what a problem that holds operations between ranks must give there. `draw` gives a
-    rank's sources; every rank's are drawn and worked out here, so that nothing is taken from another process.
+    """The sources of a rank of a mesh and what a problem that holds operations between ranks must give there, both on a device.
+    `draw` gives a rank's sources; every rank's are drawn and worked out here, so that nothing is taken from another process.
 
     Raises:
         TilewrightError: the oracle fails on a rank's data.
     """
 
     def of_rank(r: int) -> tuple[list[torch.Tensor], Expected]:
-        sources = list(draw(r))
-        return sources, expect(problem, sources)
+        sources = [t.to(device) for t in draw(r)]
+        with torch.device(device):
+            return sources, expect(problem, sources)
 
     return simulate(mesh, of_rank)[rank]
 
