@@ -56,7 +56,7 @@ def index_copy(array: TensorType, axis: int, positions: TensorType, arrays: int,
     Raises:
         Unsupported: Triton is not installed, or makes nothing for the device.
     """
-    counted = array.dtype.bits in INTEGERS and positions.dtype.bits in (32, 64)
+    counted = array.dtype.bits in INTEGERS and positions.dtype.bits in (32, 64) and not (array.open or positions.open)
     if not counted or array.elements >= 1 << 31 or 0 in (array.elements, positions.elements):
         return None
     built, grid = kernel(array, axis, positions, arrays, target)
