@@ -261,7 +261,7 @@ def test_a_gpus_code_is_made_by_several_processes_once_the_time_is_over(clock, m
 
     def chosen(problem, target, **how):
         clock[0] += 4.0
-        return SimpleNamespace(problem=problem, kernel=SimpleNamespace(text="", parts=()), checked_s=1.0)
+        return SimpleNamespace(problem=problem, kernel=SimpleNamespace(text="", parts=()), measured=False, checked_s=1.0)
 
     monkeypatch.setattr(budget, "Ahead", Ahead)
     monkeypatch.setattr(budget, "search", chosen)
