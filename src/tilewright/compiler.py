@@ -312,7 +312,8 @@ class _Compile:
         place: its place among the kept programs; None if it is not kept.
         as_read: the graph as the front end gave it.
         all_batches: calibration took all batches.
-        late: problems that took the first kernel, since the time was over.
+        late: problems that were not searched, since the time was over.
+        first: those of them that took the first kernel.
     """
 
     program: object
@@ -332,6 +333,7 @@ class _Compile:
     as_read: Graph | None = None
     all_batches: bool = True
     late: int = 0
+    first: int = 0
 
     def run(self) -> Program | AnyShape:
         """Give the program that is kept, else read it and choose its kernels."""
@@ -462,8 +464,8 @@ class _Compile:
         with uncrowded(), deadline.allowing(ENOUGH_S if self.ends is None else budget.left_s()):
             first = deadline.Budget(0.0) if self.background else choosing
             made = self._chosen(read.source, graph, read.trace, target, first, database, self.progress)
-        if self.late:
-            problems = f"{counted(self.late, 'problem')} {'was' if self.late == 1 else 'were'}"
+        if self.first:
+            problems = f"{counted(self.first, 'problem')} {'was' if self.first == 1 else 'were'}"
             say(LATE.format(name=read.source.name, problems=problems))
         made.layers, made.threads = read.layers, self.threads
         if isinstance(self.program, torch.nn.Module):
@@ -499,6 +501,7 @@ class _Compile:
 
         made = prepare(source, graph, target, trace, decide, inner, first=decide.weight, made=Program, parts=parts)
         self.late += decide.late
+        self.first += decide.first
         return made
 
 

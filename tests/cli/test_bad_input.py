@@ -233,6 +233,7 @@ def test_a_suffix_of_what_is_not_written_is_refused(program: str, tmp_path: Path
     """It is refused before the program is read."""
     said = f"what is written is {suffix}, not .txt ({tmp_path / 'a b.txt'})", f"try: {option} '{tmp_path / 'a b'}{suffix}'"
     refused(invoke(verb, program, option, tmp_path / "a b.txt"), *said)
+    refused(invoke(verb, program, option, tmp_path / f"a{suffix}.gz"), f"try: {option} {tmp_path / f'a{suffix}'}\n")
     assert not list(tmp_path.glob("a*"))
 
 

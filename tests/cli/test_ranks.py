@@ -111,6 +111,12 @@ def test_ranks_are_started_and_the_first_reports(environment, tmp_path):
 
 
 @pytest.mark.conformance
+def test_a_note_that_all_ranks_have_is_said_once(environment):
+    job = started("explain", EXAMPLE, "--mesh", "tp=2", "--budget", "0.01", **environment)
+    _, err = job.communicate(timeout=120)
+    assert job.returncode == 0 and err.count("before this machine's rates were measured") == 1, err
+
+
 def test_ranks_of_torchrun_are_taken(environment):
     words = ("perf", EXAMPLE, "--mesh", "tp=2", "--json", *FAST)
     launcher = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone", "-m", "tilewright")

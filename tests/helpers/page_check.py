@@ -97,6 +97,7 @@ def works(tab: Tab) -> Iterator[str]:
     if tab.run("document.activeElement.getBoundingClientRect().top") < 0:
         yield "the link that skips to the table is not seen"
     tab.press("Enter", "\r")
+    tab.run("new Promise((done) => requestAnimationFrame(() => setTimeout(done, 100)))")  # its target takes the focus
     for _ in range(MOST_AFTER_SKIPPING):
         if not tab.run(AT_STEPS):
             tab.press("Tab")

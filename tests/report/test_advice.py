@@ -262,6 +262,8 @@ def test_a_shape_that_wastes_tiles() -> None:
     assert found["wasted-tiles"].saves_us is None, "padded it takes as long"
     for width in (2, 64, 96, 1000):
         assert advice(module(lambda m, x: m.a(x), X, a=linear(WIDTH, width)), ZEN5) == {}
+    few = tilewright.compile(linear(64, 500).eval(), example_inputs=(torch.randn(16, 64),), budget_s=0, threads=2)
+    assert advice(few, ZEN5) == {}, "two threads share more columns out better, but 500 leave a fortieth of their tiles empty"
 
 
 def test_a_product_in_f64() -> None:
@@ -361,7 +363,7 @@ class Language(torch.nn.Module):
 
 def test_logits_of_all_positions() -> None:
     def asked(ids: torch.Tensor, **how: Any) -> dict[str, Advice]:
-        return advice(tilewright.compile(Language(**how).eval(), example_inputs=(ids,), budget_s=0), ZEN5)
+        return advice(tilewright.compile(Language(**how).eval(), example_inputs=(ids,), budget_s=0, threads=2), ZEN5)
 
     found = asked(TOKENS, causal=True, last=False)
     assert set(found) == {"logits-of-all-positions"} and found["logits-of-all-positions"].saves_us

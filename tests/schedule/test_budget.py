@@ -206,6 +206,24 @@ def test_no_budget_gives_a_worse_program_than_none(clock, monkeypatch, tmp_path,
     assert {n for n, _ in asked} >= {*range(16, 256, 16)} - first
 
 
+def test_earlier_choices_serve_where_the_time_is_over(clock, monkeypatch, tmp_path, caplog):
+    """Choices of 1 s are made again with 60, of which the first problem takes all: the others' are read back, and
+    nothing is said of first kernels."""
+    real, takes = budget.search, 0.1
+
+    def costly(problem, target, **how):
+        clock[0] += takes
+        return replace(real(problem, target, **{**how, "budget_s": 0}), time_us=1.0, measured=True, checked_s=0.1)
+
+    monkeypatch.setattr(budget, "search", costly)
+    graph = apart(3, 5, 4096)
+    first = compiler.compile(graph, budget_s=1.0, cache=TuningDatabase(CPU, Cache(tmp_path)))
+    takes = 100.0
+    second = compiler.compile(graph, budget_s=60.0, cache=TuningDatabase(CPU, Cache(tmp_path)))
+    assert sorted(s.decision.recalled for s in second.steps) == [False, True, True]
+    assert first.finished and not second.finished and "the time was over" not in caplog.text
+
+
 def test_who_works_on_a_problem_is_waited_for_as_long_as_there_is_time(clock, monkeypatch, tmp_path):
     real, waits = budget.search, []
     monkeypatch.setattr(budget, "search", lambda *given, **how: real(*given, **{**how, "budget_s": 0}))
@@ -243,7 +261,7 @@ def test_a_gpus_code_is_made_by_several_processes_once_the_time_is_over(clock, m
 
     def chosen(problem, target, **how):
         clock[0] += 4.0
-        return SimpleNamespace(problem=problem, kernel=SimpleNamespace(text="", parts=()), checked_s=1.0)
+        return SimpleNamespace(problem=problem, kernel=SimpleNamespace(text="", parts=()), measured=False, checked_s=1.0)
 
     monkeypatch.setattr(budget, "Ahead", Ahead)
     monkeypatch.setattr(budget, "search", chosen)

@@ -493,6 +493,6 @@ def measured_ceilings(program: Executable, times_us: Sequence[float | None] | No
     bar = progress("measuring the machine") if times_us is None else nullcontext()  # steps are timed under a bar of their own
     with bar, deadline.until(ends):
         target, said = work.measured_ceilings(program, times_us)
-    for sentence in said:
+    for sentence in said if program.graph.mesh is None or not rank() else ():  # what each rank would say, the first one says
         click.echo(f"note: {visible(sentence)}", err=True)
     return target

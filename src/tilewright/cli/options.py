@@ -157,7 +157,9 @@ class _Written(click.ParamType):  # pyright: ignore[reportMissingTypeArgument] -
         path = Path(value)
         if self._suffixes and path.suffix and path.suffix.lower() not in self._suffixes:
             option, (suffix, *_) = "" if param is None else f"{param.opts[0]} ", self._suffixes
-            hint = f"{option}{shlex.quote(str(path.with_suffix(suffix)))}"
+            base = path.with_suffix("")  # of model.json.gz, say
+            meant = base if base.suffix.lower() in self._suffixes else path.with_suffix(suffix)
+            hint = f"{option}{shlex.quote(str(meant))}"
             raise InputError(f"what is written is {suffix}, not {path.suffix}", where=str(path), hint=hint)
         require_writable(path)
         return path

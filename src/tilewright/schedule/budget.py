@@ -44,10 +44,12 @@ class BudgetedChooser:
     (`ordinary`).
 
     Attributes:
-        late: how many problems took the first kernel since the time was over; a compile with time chooses for them anew.
+        late: how many problems were not searched since the time was over; a compile with time chooses for them anew.
+        first: how many of these took the first kernel; for the others an earlier choice was read back.
     """
 
     late: int
+    first: int
 
     def __init__(
         self,
@@ -72,7 +74,7 @@ class BudgetedChooser:
         self._target, self._database, self._progress = target, database, progress
         self._budget = budget if isinstance(budget, Budget) else Budget(budget)
         self._cold, self._ends, budget_s = cold, self._budget.ends, self._budget.left_s()
-        self.late = 0
+        self.late = self.first = 0
         if database is not None:
             database.of_program(cold=cold)
         self._total = len(problems)
@@ -163,8 +165,12 @@ class BudgetedChooser:
             self.late += late
             how = partial(search, problem, self._target, budget_s=0, candidates=candidates, weights=weights)
             if database is None:
-                return how()
-            return database.settle(problem, weights, how, asked_s=0.0 if late else self._accepted_s, within_s=self._waits_s())
+                decision = how()
+            else:
+                asked_s, within_s = 0.0 if late else self._accepted_s, self._waits_s()
+                decision = database.settle(problem, weights, how, asked_s=asked_s, within_s=within_s)
+            self.first += late and not decision.measured
+            return decision
         how = partial(search, problem, self._target, budget_s=share, weights=weights, cold=self._cold)
         if database is None:
             return how(within_s=self._within(share))

@@ -59,7 +59,7 @@ def print_groups(
         notes.append(f"above 100 % of the limit: {above_words((g.memory_bound for g in above), limits_noise)}")
     if notes:
         text = "; ".join(notes)
-        line(out, f"{text[0].upper()}{text[1:]}.", style="dim")
+        line(out, f"{text if notes[0] is ALIKE else text[0].upper() + text[1:]}.", style="dim")  # the column is called x
 
 
 def _numbers(spread: bool) -> tuple[tuple[str, Align], ...]:

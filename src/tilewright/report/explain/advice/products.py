@@ -66,7 +66,8 @@ def wasted_tiles(case: Case) -> Iterator[Found]:
 def _rounded_up(case: Case, problem: Problem, name: str, extent: int) -> tuple[int, float] | None:
     """The extent above this one that takes no longer and costs least for each of its elements, and the part of the time that is
     wasted beside it; None if little is. What is saved is not said: padded products took as long when they were measured."""
-    if extent % TILE == 0 or extent < SMALL or TILE / (extent + TILE) < WASTED:
+    empty = -extent % TILE
+    if extent < SMALL or empty / (extent + empty) < WASTED:  # what else makes it slow, such as threads without work, is no tile
         return None
     m, n, k = problem.M, problem.N, problem.K
     own = plain_us(case, problem, m, n, k)
