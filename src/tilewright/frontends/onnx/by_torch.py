@@ -69,20 +69,20 @@ def _conv_transpose(op: OpNode) -> Node:
         raise Unmodelled(f"{groups} groups of windows {w.type} over {x.type}")
     _bias_fits(bias, x, channels)
     more = op.integers("output_padding", [0] * rank)
-    if len(more) != rank or len(op.integers("output_shape", [1] * rank)) not in (rank, rank + 2):
-        raise Unmodelled(f"output_padding or output_shape for {rank} axes")
     reach = [d * (k - 1) + 1 for k, d in zip(kernel, dilations, strict=True)]
     sums = [s * (e - 1) + r for e, s, r in zip(x.shape[2:], strides, reach, strict=True)]
     auto = op.text("auto_pad", "NOTSET")
     if op.has("output_shape") or auto in ("SAME_UPPER", "SAME_LOWER"):
         wanted = op.integers("output_shape", [e * s for e, s in zip(x.shape[2:], strides, strict=True)])[-rank:]
         cut = [n + m - d for n, m, d in zip(sums, more, wanted, strict=True)]
+        if not op.has("output_shape"):  # of steps longer than windows there are fewer sums than that
+            cut = [max(n, 0) for n in cut]
         less, rest = [n // 2 for n in cut], [n - n // 2 for n in cut]
         low, high = (less, rest) if auto == "SAME_UPPER" else (rest, less)
     else:
         low, high = paddings(op, x.shape[2:], reach, strides)
-    if min(*low, *high, *more) < 0 or any(m > b for m, b in zip(more, high, strict=True)):
-        symmetric = low == high and min(*low, *more) >= 0
+    if len(more) != rank or min(*low, *high, *more) < 0 or any(m > b for m, b in zip(more, high, strict=True)):
+        symmetric = len(more) == rank and low == high and min(*low, *more) >= 0
         if not symmetric or any(m >= max(s, d) for m, s, d in zip(more, strides, dilations, strict=True)):
             raise Unmodelled(f"sums of {sums} cut by {low} and {high}, with {more} more")
     shape = [n - a - b + m for n, a, b, m in zip(sums, low, high, more, strict=True)]
