@@ -313,3 +313,45 @@ def test_faults_planted_in_the_library_are_caught():
                 continue
             assert refused and all(kind == "wrong" and sentence in why for kind, why in refused), (case_, refused)
             assert sum(k.startswith("reduce=library") for k in kernels) == len(kernels) - len(refused), case_
+
+
+def recalled_on_one(rank: int) -> object:
+    """Compile what rank 0 knows, while the other rank has no memory to check it."""
+    from tilewright import on_mesh
+    from tilewright.runtime.agreement import Agreed
+
+    os.environ["TILEWRIGHT_WORKER"] = "0"
+    on_mesh.faster_form = lambda local, *_: local
+    first, _ = compiled("megatron", "tp=2", budget_s=2)
+    drawn = Agreed._drawn  # pyright: ignore[reportPrivateUsage]
+    Agreed._drawn = lambda self, problem: None if rank == 1 else drawn(self, problem)  # type: ignore[method-assign]
+    again, found = compiled("megatron", "tp=2", budget_s=2)
+    why = [r.why for s in again.steps if s.decision is not None for r in s.decision.rejected]
+    return [chosen(first), chosen(again), off(again, found, rank), any("rank 1: its results cannot be checked" in w for w in why)]
+
+
+def test_what_one_rank_cannot_check_is_taken_by_none():
+    first, second = cast("list[Any]", job(recalled_on_one, 2).answers())
+    assert first[1] == second[1] and first[1] != first[0] == second[0]
+    assert first[2] < 1e-4 and first[3] and second[3]
+
+
+def counted(rank: int) -> object:
+    """Call numbers of memory that ranks share, which one rank did not come to as often."""
+    from tilewright.ir.mesh import Symmetric
+    from tilewright.runtime.team import team_of
+
+    team = team_of("tp=2", "cpu")
+    memories = [Symmetric((), rank, torch.zeros(1)) for _ in range(2)]
+    known = cast("Any", team)._symmetric
+    known.update({(("tp",), size): memory for size, memory in enumerate(memories)})
+    for _ in range(3 + 4 * rank):
+        next(memories[0].turns)
+    with team.working():
+        team.count_alike()
+    return [next(m.turns) for m in memories]
+
+
+def test_ranks_count_calls_from_one_number_on_after_one_of_them_failed():
+    first, second = cast("list[Any]", job(counted, 2).answers())
+    assert first == second and first[0] > 6

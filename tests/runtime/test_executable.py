@@ -169,6 +169,10 @@ def test_arrays_of_any_layout():
         np.testing.assert_allclose(ADD(form, y), wanted, rtol=1e-5)
     backwards = x[::-1, ::-1]
     np.testing.assert_allclose(ADD(backwards, y), backwards @ y + backwards, rtol=1e-5, atol=1e-6)
+    row, square = input_("x", F32, (1, 4)), input_("y", F32, (4, 4))
+    one = program(gemm(row, square), inputs=(row, square))
+    np.testing.assert_allclose(one(x[:1][::-1], y), x[:1] @ y, rtol=1e-5)  # torch takes no axis that runs backwards
+    assert arrays.from_numpy(x[:1].astype(BF16.to_numpy())[::-1], BF16).shape == (1, 4)
     t = torch.from_numpy(x)
     np.testing.assert_allclose(ADD(t.T.contiguous().T, torch.from_numpy(y)), wanted, rtol=1e-5)
     np.testing.assert_allclose(ADD(t.clone().requires_grad_().detach(), torch.from_numpy(y)), wanted, rtol=1e-5)

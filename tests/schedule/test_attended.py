@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from tilewright.dtype import BF16, F16, F32, PRED
+from tilewright.dtype import BF16, F8E4M3FN, F16, F32, PRED
 from tilewright.ir.build import input_
 from tilewright.ir.graph import Node
 from tilewright.ir.ops import Attention
@@ -82,6 +82,12 @@ def test_weights_that_vanish_beside_a_value_of_0_may_be_taken_for_0(dtype, gap, 
     assert 0 < float(expected.reference[0].abs().max()) < 1e-6
     assert check(problem, expected, [torch.zeros_like(q)]) is None
     assert check(problem, expected, [torch.full_like(q, 1e-4 if dtype is F16 else 1e-30)]) is not None
+
+
+def test_what_vanishes_in_types_that_keep_subnormals_is_less_than_the_least_of_these():
+    problem = posed(1, 4, 4, 16, dtype=F8E4M3FN, scale=1.0)
+    lost = judge._vanished(problem, torch.ones(problem.types[2].shape, dtype=torch.float8_e4m3fn))
+    assert 0 < float(lost.max()) <= 2.0**-9 * (4 + 1)  # the least number, for each of four values, and for a result
 
 
 def test_pieces_give_what_the_whole_does(monkeypatch):

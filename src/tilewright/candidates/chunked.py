@@ -578,6 +578,8 @@ def _reduced(problem: Problem, found: Stages) -> tuple[AllReduce | ReduceScatter
         raise Unsupported("more than the product's sums travel")
     if met.places != (count,) or any(count in s.places for s in tail) or count in found.results:
         raise Unsupported("the sums of one rank are read, too")
+    if min(found.results) <= count or len(set(found.results)) < len(found.results):
+        raise Unsupported("a result does not come from the sums, or is given twice")
     if op.fn != "add" or met.what.dtype not in (F32, BF16, F16):
         raise Unsupported(f"{op.fn} of {met.what.dtype.name}: sums of f32, bf16 or f16 are added up")
     if isinstance(op, ReduceScatter) and op.axis != 0:

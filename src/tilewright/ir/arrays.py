@@ -18,12 +18,17 @@ def from_numpy(array: np.ndarray, dtype: DType) -> torch.Tensor:
     if dtype is F4E2M1FN:
         array = array.astype(dtype.storage)
     native = array if array.dtype.isnative else array.astype(dtype.to_numpy())
-    contiguous = np.require(native, requirements=["C", "W"])
+    contiguous = forwards(np.require(native, requirements=["C", "W"]))
     if contiguous.dtype.isbuiltin != 1:
         bits = contiguous.view(_STORAGE[contiguous.dtype.itemsize])
         raw = torch.from_numpy(bits)
         return raw.view(dtype.to_torch()) if dtype.bits != 4 or dtype.is_float else narrow_integer(raw, dtype)
     return torch.from_numpy(contiguous)
+
+
+def forwards(array: np.ndarray) -> np.ndarray:
+    """The array, copied if an axis of one element runs backwards: NumPy calls it contiguous, and torch takes none such."""
+    return array.copy() if min(array.strides, default=0) < 0 else array
 
 
 def to_numpy(tensor: torch.Tensor, dtype: DType) -> np.ndarray:

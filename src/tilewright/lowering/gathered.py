@@ -109,6 +109,8 @@ def gathering(problem: Problem, found: Stages) -> Gathering:
         raise Unsupported("what is gathered is no rows of the left operand")
     if any(values & {*s.places} for s in before) or values & {*found.results}:
         raise Unsupported("what is gathered is read by others, too")
+    if found.results != tuple(range(value, value + len(product.what.outputs))):
+        raise Unsupported("a result is not one of the product's own, or is given twice")
     return Gathering(tuple(before), product, tuple(operands), op.over, op.ranks, found.results)
 
 

@@ -280,9 +280,10 @@ class Agreed:
             record = Chosen(noted.candidate, noted.knobs, noted.time_us, noted.rejected, noted.provisional, recalled=True)
         said = self._team.peers.gathered(record, Chosen | None, "what is known of a problem")[0]  # type: ignore[arg-type]
         plan = None if said is None else next((p for c, p in plans.items() if c.name == said.candidate), None)
-        if said is None or plan is None or checked is None:
+        if said is None or plan is None:
             return None
         kernel, runner, why = self._built(plan, Schedule(said.knobs), checked)
+        # Also where it cannot be checked here: the others build it, and are to hear so.
         if self._verdict(why, partial(self._examined, problem, checked, runner)) or kernel is None:
             return None
         return said.told(Decision(problem, kernel, None, (), False, True))
@@ -356,7 +357,7 @@ class Agreed:
         return self._budget.left_s() / max(1, self._between_left)
 
     def _agreed(self, what: bool) -> bool:
-        """What rank 0 says: clocks differ."""
+        """The answer of rank 0, since clocks differ."""
         return self._team.peers.gathered(what, bool, "whether there is time")[0]
 
     def _compile_ahead(
@@ -461,7 +462,10 @@ class Agreed:
             _, replay = CudaGraphs(self._target.device)(lambda: [run() for _ in range(GRAPHED)])
         except Exception as error:
             why = failure("it cannot be captured", error)
-        return None if any(self._team.peers.gathered(why, str, "a capture")) else replay
+        if not any(self._team.peers.gathered(why, str, "a capture")):
+            return replay
+        self._team.count_alike()  # who could not capture all calls has counted fewer
+        return None
 
 
 @dataclass(frozen=True)

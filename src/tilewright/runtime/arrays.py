@@ -14,7 +14,7 @@ import torch
 from tilewright.dtype import DType, from_torch
 from tilewright.dtype import from_numpy as numpy_dtype
 from tilewright.errors import InputError, UnsupportedError
-from tilewright.ir.arrays import from_numpy, to_numpy
+from tilewright.ir.arrays import forwards, from_numpy, to_numpy
 from tilewright.ir.ops.rounding import are_codes
 from tilewright.ir.types import TensorType, no_numbers
 from tilewright.tracing import is_transformed, transformed
@@ -69,7 +69,7 @@ class Wanted:
         """
         if type(value) is np.ndarray:
             if value.dtype == self._numpy and value.shape == self._shape and value.flags.carray:
-                return torch.from_numpy(value)
+                return torch.from_numpy(forwards(value))
         elif type(value) is torch.Tensor and value.dtype is self._dtype and value.shape == self._shape:
             plain = value.layout is torch.strided and not (value.requires_grad or value.is_neg() or transformed())
             if plain and value.device == self._at:
@@ -101,7 +101,7 @@ def from_user(value: object, type: TensorType, name: str, device: str) -> torch.
             raise InputError("a masked array given, and masks mean nothing here", where=where, hint="value.filled(0)")
         array = np.asarray(value)
         if array.dtype.kind == "c" and array.dtype.itemsize <= 16:
-            tensor = torch.from_numpy(np.require(array, array.dtype.newbyteorder("="), ["C", "W"]))
+            tensor = torch.from_numpy(forwards(np.require(array, array.dtype.newbyteorder("="), ["C", "W"])))
         else:
             given = dtype_of(array, where)
             if given is not type.dtype and given.to_torch() != type.dtype.to_torch():

@@ -270,6 +270,14 @@ class ProcessTeam:
             self._symmetric[key] = Symmetric(tuple(buffers), at, late, group.made.group_name, self.limit_s)
         return self._symmetric[key]
 
+    def count_alike(self) -> None:
+        """Have all ranks count calls in the memory that they share from one number on, after some that one of them did not
+        come to the end of."""
+        for memory in self._symmetric.values():
+            own = next(memory.turns)
+            for _ in range(max(self.peers.gathered(own, int, "the calls in shared memory")) - own):
+                next(memory.turns)
+
     def barrier(self) -> None:
         """Wait for all ranks."""
         everywhere = tuple(name for name, _ in self.mesh.axes)

@@ -294,7 +294,8 @@ def _vanished(problem: AttentionProblem, values: torch.Tensor) -> torch.Tensor:
     kernel may round weights: processors and GPUs take subnormals of f32 and bf16 for 0. All of a result may be lost where the
     value of the largest weight is 0."""
     kinds = {problem.acc.dtype.to_torch(), values.dtype}
-    least = max(torch.finfo(d).tiny * (torch.finfo(d).eps if d is torch.float16 else 1.0) for d in kinds if d.is_floating_point)
+    flushed = torch.float32, torch.bfloat16
+    least = max(torch.finfo(d).tiny * (1.0 if d in flushed else torch.finfo(d).eps) for d in kinds if d.is_floating_point)
     sums = size_of(values).sum(-2, keepdim=True)
     return least * (sums.repeat_interleave(problem.operands[0].shape[1] // sums.shape[1], 1) + 1)
 

@@ -222,7 +222,7 @@ def test_a_kernel_with_open_extents_is_given_them_beside_the_numbers():
 
     texts = set()
     for scale in (0.3, 7.25e-3):
-        code = Code(LLVM, partial(scaled_by, scale), rows=Dim("rows", 1, 4096))
+        code = Code(LLVM, CPU, partial(scaled_by, scale), rows=Dim("rows", 1, 4096))
         for rows in (500, 77, 1024):
             posed, kernel = code.at(rows=rows)
             assert_right(posed, kernel)

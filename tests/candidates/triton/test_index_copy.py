@@ -54,7 +54,11 @@ def test_a_position_out_of_range_ends_it():
 def test_what_it_does_not_take_is_left_to_torch():
     assert index_copy(TensorType(F32, (4, 0)), 0, TensorType(S64, (1,)), 1, H200) is None
     assert index_copy(TensorType(F32, (4, 8)), 0, TensorType(S8, (1,)), 1, H200) is None
-    assert index_copy(TensorType(F32, (1 << 20, 1 << 11)), 0, TensorType(U64, (1,)), 1, H200) is None
+    assert index_copy(TensorType(F32, (4, 8)), 0, TensorType(U64, (1,)), 1, H200) is None
+    with emulating(How()):
+        assert index_copy(TensorType(F32, ((1 << 20) - 1, 1 << 11)), 0, TensorType(S64, (1,)), 1, H200) is not None
+    assert index_copy(TensorType(S8, ((1 << 31) - 1, 1)), 0, TensorType(S64, (1,)), 1, H200) is None
+    assert index_copy(TensorType(S8, (4, 1 << 20)), 0, TensorType(S64, (1 << 11,)), 1, H200) is None
     assert takes([torch.zeros(4, 8)]) and not takes([torch.zeros(4, 8).T])
 
 
@@ -63,3 +67,19 @@ def test_the_cache_of_a_decoding_step_is_written_in_wide_words():
     ptx = built.kernel.asm["ptx"]
     assert grid == 16 and needs(built.kernel).spills == 0
     assert "griddepcontrol.wait" in ptx and "st.global.v4" in ptx and "ld.global.v4" in ptx
+
+
+def test_one_kernel_writes_any_number_of_positions():
+    """Prompts of many lengths do not compile anew; a decoding step's one position has a kernel of its own."""
+    array = TensorType(BF16, (2, 3, 64, 8))
+    several = [kernel(array, 2, TensorType(S64, (n,)), 2, H200) for n in (2, 7, 61)]
+    assert len({built.text for built, _ in several}) == 1 and [grid for _, grid in several] == [1, 1, 3]
+    assert kernel(array, 2, TensorType(S64, (1,)), 2, H200)[0].text != several[0][0].text
+    for count in (2, 61):
+        x, y, at = torch.zeros(2, 3, 64, 8), torch.randn(2, 3, count, 8), torch.randperm(64)[:count]
+        x, y = x.bfloat16(), y.bfloat16()
+        with emulating(How()):
+            write = index_copy(array, 2, TensorType(S64, (count,)), 1, H200)
+            assert write is not None
+            write(at, [x], [y])
+        assert torch.equal(x, torch.zeros_like(x).index_copy(2, at, y))

@@ -3,6 +3,7 @@ in turns."""
 
 import dataclasses
 import re
+from itertools import product
 
 import pytest
 import torch
@@ -15,12 +16,14 @@ pytest.importorskip("triton")
 
 from tilewright.candidates.triton.expressions import chunks as chunks_module
 from tilewright.candidates.triton.expressions import exchange
+from tilewright.candidates.triton.expressions.chunks import Chunks
 from tilewright.candidates.triton.hopper.gemm import epilogue
 from tilewright.candidates.triton.hopper.gemm.run import compiled
 from tilewright.candidates.triton.hopper.gemm.tile import TileConfig
 from tilewright.candidates.triton.push_tiles.candidate import CANDIDATE, Way
 from tilewright.candidates.triton.push_tiles.sums import Adders
 from tilewright.candidates.triton.runtime.module import assembly, needs
+from tilewright.dtype import BF16 as BF16_TYPE
 from tilewright.schedule.candidate import Schedule, plan_for, refusal
 
 LIMIT_S = 4e-4  # to wait for a rank: of the machine, whose clock counts steps
@@ -83,6 +86,25 @@ def found_wrong(calls=2, most=8, scatter=True, line=BF16, turns=TURNS, **how):
         except (AssertionError, Fault):
             return True
     return False
+
+
+def test_problems_that_share_memory_have_the_same_slots():
+    """A rank may be a call ahead, in another problem's product: what it stores must not lie in the slot before."""
+
+    def slot(c, epoch):
+        rooms = (c.tiles, c.ranks * c.part_room), (c.sums, c.sums_room)
+        return [(first + epoch * room, first + (epoch + 1) * room) for first, room in rooms if room]
+
+    shapes = [(rows, columns) for rows in (33, 64, 256, 1000, 4096) for columns in (64, 1000, 1024, 8192)]
+    for ranks in (2, 3, 4, 8, 16):
+        sharing = {}
+        for (rows, columns), spread in product(shapes, (False, True)):
+            c = Chunks(ranks, rows, columns, BF16_TYPE, 64, spread)
+            sharing.setdefault(c.bytes, []).append(c)
+        assert any(len(several) > 1 for several in sharing.values())
+        for several in sharing.values():
+            for a, b in product(several, several):
+                assert not any(max(x, z) < min(y, w) for x, y in slot(a, 0) for z, w in slot(b, 1)), (a, b)
 
 
 def planted(monkeypatch, module, name, old, new):

@@ -60,6 +60,7 @@ def test_convolutions_of_other_ranks(spatial):
         {"strides": [3, 2], "output_shape": [25, 13]},
         {"auto_pad": "SAME_UPPER", "strides": [2, 2]},
         {"auto_pad": "SAME_LOWER", "strides": [2, 2]},
+        {"auto_pad": "SAME_UPPER", "strides": [4, 3]},
         {"dilations": [2, 1], "group": 2},
     ],
 )

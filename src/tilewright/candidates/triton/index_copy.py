@@ -11,6 +11,7 @@ import torch
 
 from tilewright.candidates.triton.runtime.launch import ALIGNED, on
 from tilewright.candidates.triton.runtime.module import Built, arch_of, build, instance, launcher
+from tilewright.dtype import S32, S64
 from tilewright.hardware.target import Target
 from tilewright.ir.types import TensorType
 from tilewright.sizes import next_power_of_2
@@ -24,7 +25,11 @@ Write = Callable[[torch.Tensor, Sequence[torch.Tensor], Sequence[torch.Tensor]],
 
 @dataclass(frozen=True)
 class Copies:
-    """What `_index_copy.py` is compiled for: y [outer, count, inner] to each of `arrays` arrays x [outer, extent, inner]."""
+    """Numbers of a kernel of `_index_copy.py`: y [outer, count, inner] goes to each of `arrays` arrays x [outer, extent, inner].
+
+    Where there are several positions, one kernel serves any number: `count` and `total` are its arguments then, since prompts
+    are of many lengths.
+    """
 
     arrays: int
     outer: int
@@ -56,11 +61,14 @@ def index_copy(array: TensorType, axis: int, positions: TensorType, arrays: int,
     Raises:
         Unsupported: Triton is not installed, or makes nothing for the device.
     """
-    counted = array.dtype.bits in INTEGERS and positions.dtype.bits in (32, 64) and not (array.open or positions.open)
-    if not counted or array.elements >= 1 << 31 or 0 in (array.elements, positions.elements):
+    counted = array.dtype.bits in INTEGERS and positions.dtype in (S32, S64) and not (array.open or positions.open)
+    if not counted or 0 in (array.elements, positions.elements):
+        return None
+    written = array.elements // array.shape[axis] * positions.elements
+    if max(array.elements, written) > (1 << 31) - BLOCK:  # places, those past the end too, are counted in 31 bits
         return None
     built, grid = kernel(array, axis, positions, arrays, target)
-    start = launcher(built.kernel, (grid,), target.index).run
+    start = launcher(built.kernel, (grid,), target.index, built.numbers).run
 
     def run(given: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         start(*(t.data_ptr() for t in given))
@@ -78,10 +86,12 @@ def kernel(array: TensorType, axis: int, positions: TensorType, arrays: int, tar
     """The machine code, and its number of blocks."""
     arch, shape = arch_of(target), array.shape
     outer, inner, count = math.prod(shape[:axis]), math.prod(shape[axis + 1 :]), positions.elements
-    block = min(BLOCK, next_power_of_2(outer * count * inner))
+    block = BLOCK if count > 1 else min(BLOCK, next_power_of_2(outer * inner))
     copies = Copies(arrays, outer, shape[axis], count, inner, block, arch.capability >= 90)
     names = [f"{side}{i}" for i in range(arrays) for side in "xy"]
-    source = instance(KERNEL, copies, ["positions"], names, {}, {}, gluon=False)
+    numbers = {"count": count, "total": copies.total} if count > 1 else {}
+    open_ones = dict(zip(numbers, numbers, strict=True))
+    source = instance(KERNEL, copies, ["positions"], names, {}, numbers, gluon=False, extents=open_ones)
     signature = {"positions": INTEGERS[positions.dtype.bits], **dict.fromkeys(names, INTEGERS[array.dtype.bits])}
     options = {"launch_pdl": True} if copies.dependent else {}
     built = build(source, signature, arch, target.index, num_warps=WARPS, debug=True, sanitize_overflow=False, **options)

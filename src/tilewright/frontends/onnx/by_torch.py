@@ -75,6 +75,8 @@ def _conv_transpose(op: OpNode) -> Node:
     if op.has("output_shape") or auto in ("SAME_UPPER", "SAME_LOWER"):
         wanted = op.integers("output_shape", [e * s for e, s in zip(x.shape[2:], strides, strict=True)])[-rank:]
         cut = [n + m - d for n, m, d in zip(sums, more, wanted, strict=True)]
+        if not op.has("output_shape"):  # of steps longer than windows there are fewer sums than that
+            cut = [max(n, 0) for n in cut]
         less, rest = [n // 2 for n in cut], [n - n // 2 for n in cut]
         low, high = (less, rest) if auto == "SAME_UPPER" else (rest, less)
     else:

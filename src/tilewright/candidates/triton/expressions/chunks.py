@@ -118,8 +118,9 @@ class Chunks:
 
     @property
     def bytes(self) -> int:
-        """Bytes of a rank's memory, zeros at first."""
-        return self.sums + 2 * self.sums_room
+        """Bytes of a rank's memory, zeros at first. Problems that need as many share it, and one's slots are the other's: so
+        those where all ranks want the sums, whose slots lie elsewhere, need a line more than any of those where none does."""
+        return self.sums + 2 * self.sums_room + (LINE if self.spread else 0)
 
     def prepare(self, memory: Symmetric) -> None:
         """Write the numbers that kernels find in this rank's memory."""
