@@ -327,7 +327,12 @@ def recalled_on_one(rank: int) -> object:
     Agreed._drawn = lambda self, problem: None if rank == 1 else drawn(self, problem)  # type: ignore[method-assign]
     again, found = compiled("megatron", "tp=2", budget_s=2)
     why = [r.why for s in again.steps if s.decision is not None for r in s.decision.rejected]
-    return [chosen(first), chosen(again), off(again, found, rank), any("rank 1: its results cannot be checked" in w for w in why)]
+    return [
+        chosen(first),
+        chosen(again),
+        off(again, found, rank),
+        any("rank 1: its results cannot be checked" in w for w in why),
+    ]
 
 
 def test_what_one_rank_cannot_check_is_taken_by_none():

@@ -357,7 +357,7 @@ class Agreed:
         return self._budget.left_s() / max(1, self._between_left)
 
     def _agreed(self, what: bool) -> bool:
-        """What rank 0 says: clocks differ."""
+        """The word of rank 0: clocks differ."""
         return self._team.peers.gathered(what, bool, "whether there is time")[0]
 
     def _compile_ahead(
