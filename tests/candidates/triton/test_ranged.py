@@ -132,6 +132,20 @@ def test_whoever_multiplies_a_tile_there_may_be_any_number_of_them(knob):
     assert len(code.codes) == 1
 
 
+def test_matrices_that_a_batch_has_each_its_own_of_may_be_one():
+    """A descriptor steps over matrices whose rows do not lie along K, also where there is one of them."""
+
+    def make(batch, length, depth):
+        return problem_of(
+            gemm(input_("a", BF16, (batch, length, depth)), input_("b", BF16, (batch, depth, length)), acc_dtype=F32)
+        )
+
+    code = Code(HOPPER, H200, make, batch=BATCH, length=LENGTH, depth=Dim("depth", 1, 512))
+    for batch, length, depth in ((1, 128, 64), (2, 136, 24), (1, 8, 16), (2, 16, 16)):
+        agrees(*code.at(batch=batch, length=length, depth=depth))
+    assert len(code.codes) == 1
+
+
 @pytest.mark.parametrize("dtype", [F32, F16], ids=str)
 def test_a_product_of_plain_triton_has_any_number_of_rows(dtype, builds):
     code = Code(GEMM, H200, linear(dtype, 64, heads=2), batch=BATCH, length=LENGTH)

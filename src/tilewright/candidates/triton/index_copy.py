@@ -25,7 +25,7 @@ Write = Callable[[torch.Tensor, Sequence[torch.Tensor], Sequence[torch.Tensor]],
 
 @dataclass(frozen=True)
 class Copies:
-    """Numbers of a kernel of `_index_copy.py`: y [outer, count, inner] goes to each of `arrays` x [outer, extent, inner].
+    """Extents that `_index_copy.py` is compiled for: y [outer, count, inner] to each of `arrays` x [outer, extent, inner].
 
     Where there are several positions, one kernel serves any number: `count` and `total` are its arguments then, since prompts
     are of many lengths.

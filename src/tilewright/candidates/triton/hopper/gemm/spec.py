@@ -234,7 +234,10 @@ class KernelSpec:
             replace(s, view=s.view and s.view.at(values), aux=s.aux and (s.aux[0], s.aux[1].at(values))) for s in self.stores
         )
         made = replace(self, plan=self.plan.at(problem, values), tile=tile, stores=stores)
-        vars(made)["config"] = self.config  # as it was compiled for
+        vars(made)["config"] = self.config  # as it was compiled for, and so descriptors: of one matrix they would be others
+        vars(made)["operands"] = tuple(
+            replace(a, view=a.view and a.view.at(values), matrix=a.matrix and a.matrix.at(values)) for a in self.operands
+        )
         return made
 
     @cached_property
