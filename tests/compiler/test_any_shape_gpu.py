@@ -78,6 +78,7 @@ def builds(monkeypatch: pytest.MonkeyPatch) -> list[object]:
 
 
 # With the most kernels that the first shape may build, and all 26 others together.
+@pytest.mark.thin(3)
 @pytest.mark.parametrize(("kind", "dtype", "first", "others"), [
     ("llama", torch.bfloat16, 8, 8), ("bert", torch.bfloat16, 8, 10), ("bert", torch.float32, 8, 14),
 ])  # fmt: skip
@@ -99,6 +100,7 @@ def test_a_new_shape_builds_kernels_where_it_begins_a_regime_alone(kind, dtype, 
     assert program.compiled == 1
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize("kind", ["llama", "bert"])
 def test_results_are_right_at_odd_lengths(kind, builds):
     model = _model(kind, 1, torch.bfloat16)

@@ -91,6 +91,7 @@ def test_a_flag_before_its_data_is_found(op, ranks, chunks, monkeypatch):
     assert found_wrong(*made(PLAIN, ranks, op, chunks=chunks), calls=2)
 
 
+@pytest.mark.conformance
 def test_flags_on_another_stream_than_their_data_are_found(monkeypatch):
     tell = copies.Copies.tell
 
@@ -115,6 +116,7 @@ def test_memory_that_is_written_while_another_rank_reads_it_is_found(monkeypatch
     assert found_wrong(*given, calls=4, most=40)
 
 
+@pytest.mark.conformance
 def test_a_call_that_is_not_counted_is_found(monkeypatch):
     end = copies._end
     monkeypatch.setattr(copies, "_end", lambda ranks: end(ranks).replace(f"@q st.global.b32 [$1+{copies.EPOCH}], v;", ""))

@@ -62,6 +62,7 @@ def test_sums_over_ranks_and_what_follows(line, ranks, how, knobs):
     right(CANDIDATE, p, ranks, point(p, **knobs), calls=2, seed=len(line), target=FEW)
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize("scatter", [True, False])
 @pytest.mark.parametrize("knobs", [{"pingpong": True}, {"tile_m": 128, "tile_n": 128, "deferred_store": True}])
 def test_tiles_that_are_stored_while_others_are_multiplied(scatter, knobs):
@@ -134,12 +135,14 @@ def changed(old, new):
     return change
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize("scatter", [True, False])
 def test_a_kernel_that_does_not_wait_is_found(monkeypatch, scatter):
     planted(monkeypatch, chunks_module, "_wait", "sub.s32 f, f, v;", "mov.b32 f, 0;")
     assert found_wrong(scatter=scatter)
 
 
+@pytest.mark.conformance
 def test_a_flag_set_behind_the_first_tile_is_found():
     wide = "bf16[128,64] @ bf16[256,64]^T -> bf16"  # four tiles in a chunk
     assert found_wrong(calls=1, line=wide, change=changed(r"setp.eq.u32 q, c, %r\d+;", "setp.eq.u32 q, c, 0;"))
@@ -153,11 +156,13 @@ def test_a_flag_that_is_never_set_is_found():
     assert found_wrong(calls=1, most=1, change=changed(r"@q st.relaxed.sys.global.b32 \[a\], e;", ""))
 
 
+@pytest.mark.conformance
 def test_a_flag_with_another_rank_than_the_owner_is_found(monkeypatch):
     planted(monkeypatch, epilogue, "_choice", "to0", "to1")
     assert found_wrong(calls=1, most=1)
 
 
+@pytest.mark.conformance
 def test_a_tile_with_another_rank_than_the_owner_is_found(monkeypatch):
     sent = chunks_module.Chunks.sent
     monkeypatch.setattr(chunks_module.Chunks, "sent", lambda self, memory: sent(self, memory)[::-1])
@@ -175,12 +180,14 @@ def test_a_call_that_is_not_counted_is_found(monkeypatch):
     assert found_wrong()
 
 
+@pytest.mark.conformance
 def test_sums_told_behind_the_first_part_are_found(monkeypatch):
     planted(monkeypatch, chunks_module, "_arrival", "setp.eq.u32 q, c, 2;", "setp.eq.u32 q, c, 0;")
     line = "bf16[128,64] @ bf16[192,64]^T -> bf16"  # three parts
     assert found_wrong(calls=1, scatter=False, line=line)
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize("scatter", [True, False])
 def test_what_keeps_to_the_protocol_passes_the_same_orders(scatter):
     assert not found_wrong(calls=3, most=3, scatter=scatter)

@@ -113,6 +113,7 @@ def test_a_product_on_hopper_has_any_number_of_rows(heads, builds):
     assert len(builds) == len(code.codes) <= (2 if heads else 1)  # TMA writes heads whose rows are whole tiles
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize("knob", ["stream_k", "split_k", "pingpong", "multicast"])
 def test_whoever_multiplies_a_tile_there_may_be_any_number_of_them(knob):
     def make(rows):
@@ -146,6 +147,7 @@ def test_matrices_that_a_batch_has_each_its_own_of_may_be_one():
     assert len(code.codes) == 1
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize("dtype", [F32, F16], ids=str)
 def test_a_product_of_plain_triton_has_any_number_of_rows(dtype, builds):
     code = Code(GEMM, H200, linear(dtype, 64, heads=2), batch=BATCH, length=LENGTH)
@@ -193,6 +195,7 @@ def _turned(batch, length):
 FUSIONS = {"norm": (_norm, 1), "mask": (_mask, 1), "rotary": (_turned, 1), "softmax": (_softmax, 4)}
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize("name", FUSIONS)
 def test_fusions_have_any_number_of_rows(name, builds):
     make, most = FUSIONS[name]
@@ -214,6 +217,7 @@ def _attention(dtype, causal, masked, *, per_query=False):
 SIZES = [(2, 17, 17), (1, 1, 1), (3, 1, 5), (1, 127, 127), (2, 128, 128), (1, 129, 129), (1, 65, 300)]
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize(("causal", "masked"), [("no", True), ("no", False), ("upper", False), ("lower", True)])
 def test_attention_on_hopper_has_any_number_of_queries_and_keys(causal, masked, builds):
     code = Code(HOPPER_ATTENTION, H200, _attention(BF16, causal, masked), batch=BATCH, queries=QUERIES, keys=KEYS)
@@ -249,6 +253,7 @@ FEW_ROWS = (
 )
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize("line", FEW_ROWS)
 def test_weights_of_4_bits_meet_any_number_of_rows(line, builds):
     code = Code(W4, H200, lambda rows: with_rows(posed(line), rows), rows=Dim("rows", 1, 64))

@@ -95,6 +95,7 @@ def test_a_kernel_that_does_not_wait_is_found(monkeypatch):
     assert found_wrong(*made(), calls=2)
 
 
+@pytest.mark.conformance
 def test_a_kernel_that_reads_by_the_number_of_the_last_call_is_found(monkeypatch):
     planted(monkeypatch, "setp.ge.s32 w, f, 0;", "setp.ge.s32 w, f, -2;")
     assert found_wrong(*made(), calls=4)
@@ -113,6 +114,7 @@ def test_a_flag_before_its_data_is_found(monkeypatch):
     assert found_wrong(*made(), calls=2)
 
 
+@pytest.mark.conformance
 def test_a_wait_for_the_first_piece_alone_is_found(monkeypatch):
     spec_of = candidate.Plan.spec
 
