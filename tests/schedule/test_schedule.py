@@ -6,6 +6,7 @@ from itertools import islice
 import pytest
 import torch
 from attentions import SHAPES, attention
+from between_ranks import between
 from fusions import norm
 from fusions import problem_of as fusion_of
 from w4_problems import posed
@@ -50,6 +51,7 @@ PROBLEMS = [
     fusion_of(map_("add", *(broadcast(reduce_("add", X, [axis], keepdims=True), X.shape) for axis in (0, 1)))),
     fusion_of(Node(AllReduce(("tp",), (2,), "add"), X)),
     *(between_ranks(op) for op in (AllReduce(("tp",), (2,)), ReduceScatter(("tp",), (2,), axis=0))),
+    *(between("bf16[512,256] @ bf16[256,256]^T -> bf16", 2, op) for op in ("gather", "scatter", "reduce")),
 ]  # fmt: skip
 POINTS = 50
 

@@ -42,7 +42,7 @@ PLAIN = "bf16[16,64] @ bf16[32,64]^T -> bf16"
 FP8 = "f8e4m3fn[16,128] scale=channel @ f8e4m3fn[48,128]^T scale=channel -> bf16"
 
 
-@pytest.mark.thin(3)
+@pytest.mark.thin(5)
 @pytest.mark.parametrize(
     ("line", "ranks", "op", "then", "chunks"),
     [
@@ -71,12 +71,14 @@ CASES = [("gather", 2, 2), ("scatter", 2, 1), ("reduce", 2, 2)]
 cases = pytest.mark.parametrize(("op", "ranks", "chunks"), CASES)
 
 
+@pytest.mark.thin(3)
 @cases
 def test_what_does_not_wait_is_found(op, ranks, chunks, monkeypatch):
     planted(monkeypatch, "WAIT", "@q ld.acquire.sys.global.b32 f, [a];", "")
     assert found_wrong(*made(PLAIN, ranks, op, chunks=chunks), calls=2)
 
 
+@pytest.mark.thin(3)
 @cases
 def test_a_flag_before_its_data_is_found(op, ranks, chunks, monkeypatch):
     send, tell, held = copies.Copies.send, copies.Copies.tell, []
@@ -105,6 +107,7 @@ def test_flags_on_another_stream_than_their_data_are_found(monkeypatch):
     assert found_wrong(*made(PLAIN, 2, "gather", chunks=2), calls=2)
 
 
+@pytest.mark.conformance
 def test_memory_that_is_written_while_another_rank_reads_it_is_found(monkeypatch):
     """Calls of one channel, as of a graph that is replayed: then the free flags alone keep a rank from it."""
     monkeypatch.setattr(copies, "CHANNELS", 1)
