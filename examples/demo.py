@@ -226,12 +226,11 @@ def answer_as_peer(key: str, out: Path) -> None:
 def run_program(program: Program, out: Path, tell: Callable[[str], None]) -> Row:
     """Compile, check and time one program, beside its peer."""
     import tilewright
-    from tilewright.hardware.ceilings import with_ceilings
     from tilewright.report.explain.choices import provisional_words
     from tilewright.report.measure.inputs import make_feeds
     from tilewright.report.measure.perf import bind
     from tilewright.report.measure.verify import verify_program
-    from tilewright.report.measure.work import work_of
+    from tilewright.report.measure.work import measured_ceilings, work_of
 
     tell("preparing")
     source = program.source(out)
@@ -258,7 +257,7 @@ def run_program(program: Program, out: Path, tell: Callable[[str], None]) -> Row
         own, other = in_turns(lambda: timed(lambda: compiled.run(inputs), "calls of the program"), theirs)
     finally:
         peer.close()
-    ceilings = with_ceilings(compiled.target)
+    ceilings, _ = measured_ceilings(compiled)  # no lower than what its kernels were seen to reach
     limit = sum(work_of(step).limit_us(ceilings) for step in compiled.steps)
     noise = own.noise or ("" if other is None else other.noise)
     chosen = provisional_words([s.decision for s in compiled.steps if s.decision is not None])
