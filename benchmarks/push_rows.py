@@ -204,11 +204,13 @@ class Ranks:
         for r in range(case.ranks):
             weights = {i: t for i, t in enumerate(self.sources[r][0]) if problem.weights[i]}
             memory = self.space.member(r).symmetric(("tp",), push.exchange.bytes)
-            self.products.append(product({at: weights[i] for at, i in enumerate(self.plan.places) if i in weights}, memory))
+            self.products.append(
+                product({at: weights[i] for at, i in enumerate(self.plan.summed.places) if i in weights}, memory)
+            )
             self.tails.append(follow({at: weights[i] for at, i in tail.places.items() if i in weights}, memory))
 
     def product(self, rank: int, call: int) -> None:
-        self.products[rank]([self.sources[rank][call][i] for i in self.plan.places])
+        self.products[rank]([self.sources[rank][call][i] for i in self.plan.summed.places])
 
     def tail(self, rank: int, call: int) -> list[torch.Tensor]:
         given, tail = self.sources[rank][call], self.plan.tail
@@ -225,11 +227,11 @@ class Ranks:
         problem, plan, case = self.case.posed[0], self.plan, self.case
         (name, own), (tail_name, behind) = chosen_of(point)
         generators = {c.name: c for c in discover(kind="cuda")}
-        product = plan_for(generators[name], plan.local, self.target).build(own)
+        product = plan_for(generators[name], plan.summed.local, self.target).build(own)
         runs: list[Any] = []
         for r in range(case.ranks):
             weights = {i: t for i, t in enumerate(self.sources[r][0]) if problem.weights[i]}
-            runs.append(product.prepare({at: weights[i] for at, i in enumerate(plan.places) if i in weights}))
+            runs.append(product.prepare({at: weights[i] for at, i in enumerate(plan.summed.places) if i in weights}))
         whole = plan.tail.plan.problem  # pyright: ignore[reportAttributeAccessIssue]
         held = {at: self.sources[0][0][i] for at, i in plan.tail.places.items() if whole.weights[at]}
         follow = plan_for(generators[tail_name], whole, self.target).build(behind).prepare(held)
@@ -237,7 +239,7 @@ class Ranks:
         residual, gain = (self.sources[0][0][names.index(n)] for n in ("residual", "gain"))
 
         def products() -> list[torch.Tensor]:
-            return [runs[r]([self.sources[r][0][i] for i in plan.places])[0] for r in range(case.ranks)]
+            return [runs[r]([self.sources[r][0][i] for i in plan.summed.places])[0] for r in range(case.ranks)]
 
         def ours() -> object:
             partial = dict(zip(plan.tail.partials, products(), strict=True))
@@ -335,7 +337,7 @@ def compiled(case: Case, target: Target) -> str:
         for point in case.points(target):
             plan.build(point)
             (name, own), (_, behind) = chosen_of(point)
-            cast("Any", plan_for(generators[name], plan.local, target)).compile(own)
+            cast("Any", plan_for(generators[name], plan.summed.local, target)).compile(own)
             cast("Any", plan.tail.plan).compile(behind)
     except Exception as error:  # whatever it is, the sentence is printed
         return f"{case.layer} {case.dtype} {case.rows}: {type(error).__name__}: {error}"

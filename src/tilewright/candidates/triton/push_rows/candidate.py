@@ -16,14 +16,13 @@ from itertools import islice, product
 import torch
 
 from tilewright.candidates.triton.expressions.exchange import Exchange, Push, Pushing, slot_bytes
-from tilewright.candidates.triton.push_rows.summed import Tail, plans, summed
+from tilewright.candidates.triton.push_rows.summed import Summed, Tail, Undivided, plans, summed
 from tilewright.hardware.target import Target
-from tilewright.ir.graph import Node
 from tilewright.ir.mesh import team
-from tilewright.ir.ops import AllReduce, ReduceScatter
+from tilewright.ir.ops import ReduceScatter
 from tilewright.lowering.stages import chosen_of, joined
 from tilewright.schedule.candidate import GEMM, GPU, Candidate, Kernel, Runner, Schedule, Unsupported
-from tilewright.schedule.problem import AnyProblem, Problem
+from tilewright.schedule.problem import Problem
 
 MOST_ROWS = 64
 MOST_RANKS = 16
@@ -31,32 +30,25 @@ TAILS = 2  # points of the kernel behind that are offered with each product's
 
 
 @dataclass(frozen=True)
-class Plan:
+class Plan(Undivided):
     """A product, the ranks that want its sums, and what follows.
 
     Attributes:
-        problem, target: what is done, and where.
-        local: the product of this rank alone, which gives what travels.
-        places: its sources among the gemm's.
-        between: the operation between ranks, over a stand-in.
+        summed: the problem, apart.
         tail: the kernel behind.
         products: plans of generators that can store elsewhere, by name.
     """
 
-    problem: Problem
-    target: Target
-    local: Problem
-    places: tuple[int, ...]
-    between: Node
+    summed: Summed
     tail: Tail
     products: Mapping[str, Pushing]
 
     @cached_property
     def push(self) -> Push:
         """The store of the product."""
-        op = self.between.op
-        scattered = self.between.shape[0] if isinstance(op, ReduceScatter) else 0
-        return Push(Exchange(len(self.tail.partials), slot_bytes(self.between.tensor)), scattered)
+        between = self.summed.between
+        scattered = between.shape[0] if isinstance(between.op, ReduceScatter) else 0
+        return Push(Exchange(len(self.tail.partials), slot_bytes(between.tensor)), scattered)
 
     def schedules(self) -> Sequence[Schedule]:
         """The points: those of products, each with those of the kernel behind."""
@@ -64,30 +56,14 @@ class Plan:
         tails = [(self.tail.name, point) for point in islice(self.tail.plan.schedules(), TAILS)]
         return [joined(Schedule(), pair) for pair in product(own, tails)]
 
-    def of_pieces(self, schedule: Schedule, chosen: Sequence[tuple[str, Schedule]]) -> Schedule:
-        """The point itself, which has candidate and point of both kernels."""
-        return schedule
-
-    def pieces(self) -> list[AnyProblem]:
-        """None: a product that stores elsewhere may be fastest at another point."""
-        return []
-
-    def pieces_with(self, weights: Mapping[int, torch.Tensor]) -> list[tuple[AnyProblem, dict[int, torch.Tensor]]]:
-        return []
-
-    def offers(self, schedule: Schedule) -> bool:
-        return schedule in self.schedules()
-
     def build(self, schedule: Schedule) -> Kernel:
         (name, point), (tail, behind) = chosen_of(schedule)
         product = self.products[name].pushed(point, self.push)
         follow = self.tail.plan.awaiting(behind, self.push.exchange, self.tail.partials)
-        places, tail_places = self.places, [self.tail.places.get(i, 0) for i in range(self.tail.count)]
+        places, tail_places = self.summed.places, [self.tail.places.get(i, 0) for i in range(self.tail.count)]
 
         def prepare(weights: Mapping[int, torch.Tensor]) -> Runner:
-            op = self.between.op
-            assert isinstance(op, (AllReduce, ReduceScatter))
-            memory = team().symmetric(op.over, self.push.exchange.bytes)
+            memory = team().symmetric(self.summed.op.over, self.push.exchange.bytes)
             first = product({at: weights[i] for at, i in enumerate(places) if i in weights}, memory)
             second = follow({at: weights[i] for at, i in self.tail.places.items() if i in weights}, memory)
 
@@ -114,7 +90,7 @@ def plan(problem: Problem, target: Target) -> Plan:
     products = {name: plan for name, plan in plans(found.local, target) if isinstance(plan, Pushing) and plan.pushing()}
     if not products:
         raise Unsupported("no generator of this product stores elsewhere")
-    return Plan(problem, target, found.local, found.places, found.between, tail, products)
+    return Plan(found, tail, products)
 
 
 CANDIDATE = Candidate("push_rows", GEMM, GPU, 7, plan, ranks="several")

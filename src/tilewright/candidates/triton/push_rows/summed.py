@@ -3,10 +3,13 @@ sums, which a kernel does that waits for them."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
 from typing import Protocol, cast
+
+import torch
 
 from tilewright.candidates.triton.expressions.exchange import Awaiting
 from tilewright.dtype import BF16, F16, F32
@@ -16,7 +19,7 @@ from tilewright.ir.graph import Node, substitute, toposort
 from tilewright.ir.ops import AllReduce, Param, ReduceScatter
 from tilewright.lowering.stages import Stages
 from tilewright.schedule.candidate import Plan as AnyPlan
-from tilewright.schedule.candidate import Refusal, Unsupported, concerns, discover, planned
+from tilewright.schedule.candidate import Refusal, Schedule, Unsupported, concerns, discover, planned
 from tilewright.schedule.problem import AnyProblem, FusionProblem, Problem, fusion_of
 
 
@@ -41,6 +44,29 @@ class Tail:
     count: int
     partials: tuple[int, ...]
     places: Mapping[int, int]
+
+
+class Undivided(ABC):
+    """The part of a plan that says that nothing of it is searched for by itself: a product that stores elsewhere may be fastest
+    at another point than one that does not."""
+
+    @abstractmethod
+    def schedules(self) -> Sequence[Schedule]:
+        """The points, each of which has candidate and point of both kernels."""
+
+    def of_pieces(self, schedule: Schedule, chosen: Sequence[tuple[str, Schedule]]) -> Schedule:
+        """The point itself."""
+        return schedule
+
+    def pieces(self) -> list[AnyProblem]:
+        """No problems."""
+        return []
+
+    def pieces_with(self, weights: Mapping[int, torch.Tensor]) -> list[tuple[AnyProblem, dict[int, torch.Tensor]]]:
+        return []
+
+    def offers(self, schedule: Schedule) -> bool:
+        return schedule in self.schedules()
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ from tilewright.candidates.triton.hopper.gemm.space import tile_configs
 from tilewright.candidates.triton.hopper.gemm.spec import KernelSpec, Store, spec_of
 from tilewright.candidates.triton.hopper.gemm.tile import TileConfig
 from tilewright.candidates.triton.hopper.gemm.tma import ALIGNED, TmaView
-from tilewright.candidates.triton.push_rows.summed import Summed, Tail, summed
+from tilewright.candidates.triton.push_rows.summed import Summed, Tail, Undivided, summed
 from tilewright.candidates.triton.push_tiles.sums import Adders
 from tilewright.candidates.triton.runtime.module import needs
 from tilewright.hardware.target import Target
@@ -34,7 +34,7 @@ from tilewright.ir.mesh import Symmetric, team
 from tilewright.ir.ops import AllReduce
 from tilewright.lowering.stages import chosen_of, joined
 from tilewright.schedule.candidate import GEMM, GPU, Candidate, Kernel, Runner, Schedule, Unsupported
-from tilewright.schedule.problem import AnyProblem, Problem
+from tilewright.schedule.problem import Problem
 
 FEWEST_ROWS = 65
 MOST_RANKS = 16
@@ -63,7 +63,7 @@ class Way:
 
 
 @dataclass(frozen=True)
-class Plan:
+class Plan(Undivided):
     """A product, the ranks that own its rows, and what follows.
 
     Attributes:
@@ -133,20 +133,6 @@ class Plan:
         digits = tuple((name, 1, None) for name in ("b", "row", "column"))
         view = TmaView(0, (2, chunks.rows, chunks.columns), pitches, (1, rows, columns), size, digits)
         return replace(plain, stores=(Store(store.access, view, columns, store.aux),), chunks=chunks)
-
-    def of_pieces(self, schedule: Schedule, chosen: Sequence[tuple[str, Schedule]]) -> Schedule:
-        """The point itself, which has candidate and point of both kernels."""
-        return schedule
-
-    def pieces(self) -> list[AnyProblem]:
-        """None: a product that stores elsewhere may be fastest at another point."""
-        return []
-
-    def pieces_with(self, weights: Mapping[int, torch.Tensor]) -> list[tuple[AnyProblem, dict[int, torch.Tensor]]]:
-        return []
-
-    def offers(self, schedule: Schedule) -> bool:
-        return schedule in self.schedules()
 
     def compile(self, schedule: Schedule) -> None:
         (_, point), _ = chosen_of(schedule)
