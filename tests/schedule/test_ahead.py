@@ -79,6 +79,17 @@ def test_what_a_problem_is_taken_apart_to_is_compiled_too():
     assert not ahead.jobs_for([whole], detect("cpu"))
 
 
+def test_all_that_competes_from_the_start_is_compiled_before_pieces():
+    """A search comes to pieces last, so one problem's do not keep another one waiting."""
+    lines = ("f16[64,64] @ f16[64,64] + bias, relu -> f16", "f16[64,96] @ f16[96,64] + bias, relu -> f16")
+    wholes = [problem_of(parse(line).outputs[0]) for line in lines]
+    jobs = ahead.jobs_for(wholes, H200)
+    own = 2 * 2 * ahead.DEPTH
+    assert all(p in wholes and at < ahead.DEPTH for p, _, at in jobs[:own])
+    assert {at for p, _, at in jobs[own:] if p not in wholes} == {0}
+    assert len(jobs) == len(set(jobs)) and all(at >= ahead.DEPTH for p, _, at in jobs[own:] if p in wholes)
+
+
 def test_layers_that_differ_in_scales_are_compiled_once_and_nothing_where_nothing_is_measured(monkeypatch):
     asked = []
     monkeypatch.setattr(budget, "Ahead", lambda p, target, *, within_s, chosen: asked.append((p, within_s, chosen)))

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -96,6 +97,24 @@ def test_kernels_are_built_and_run_elsewhere_and_the_winner_here(drop, tmp_path)
     a, b = torch.randn(9, 17), torch.randn(17, 12)
     assert torch.equal(d.kernel.prepare({})([a, b])[0], a @ b)
     assert str(os.getpid()) in seen.read_text().split()
+
+
+def test_a_worker_that_was_told_to_set_up_a_gpu_is_the_one_that_searches(drop, worker, monkeypatch):
+    """Where there is no such device, too; and nobody waits for it, nor for a worker that another thread has."""
+    none = replace(CPU, kind="cuda", index=17)
+    worker_module.warm(none)
+    pid = worker._pid
+    assert search(problem(52), CPU, budget_s=0.02, candidates=[drop()]).measured and worker._pid == pid
+    monkeypatch.setattr(worker_module, "WARM_S", 0.01)
+    with worker.lock:
+        other = threading.Thread(target=worker_module.warm, args=(none,))
+        other.start()
+        other.join(20)
+        assert not other.is_alive()
+    worker.end_worker()
+    monkeypatch.setattr(worker, "ready", lambda within_s: False)
+    worker_module.warm(none)
+    assert worker.worker is None
 
 
 def test_a_part_of_a_candidate_is_found_there_too(drop, tmp_path):

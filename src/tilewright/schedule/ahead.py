@@ -32,16 +32,14 @@ Job = tuple[AnyProblem, str, int | Schedule]  # a candidate's point, or the numb
 
 
 def jobs_for(problems: Sequence[AnyProblem], target: Target) -> list[tuple[AnyProblem, str, int]]:
-    """Problem, candidate and which of its points, as searches come to them: of each problem what competes from the start, then
-    the first points of the pieces to which it is taken apart; last what comes next in each problem's spaces."""
+    """Problem, candidate and which of its points: what competes from the start, problem by problem; then the first points of
+    the pieces to which they are taken apart, which searches come to last; then what comes next in each problem's spaces."""
     plans = {p: _plans(p, target) for p in problems}
-    jobs: dict[tuple[AnyProblem, str, int], None] = {}
-    for problem, found in plans.items():
-        jobs |= dict.fromkeys((problem, name, at) for at in range(DEPTH) for name in _able(found))
-        pieces = dict.fromkeys(p for plan in found.values() if isinstance(plan, MetaPlan) for p in plan.pieces())
-        jobs |= dict.fromkeys((p, name, 0) for p in pieces for name in _able(_plans(p, target)))
-    later = [(p, name, at) for at in range(DEPTH, POINTS) for p, found in plans.items() for name in _able(found)]
-    return [*jobs, *later]
+    jobs = dict.fromkeys((p, name, at) for p, found in plans.items() for at in range(DEPTH) for name in _able(found))
+    pieces = [p for found in plans.values() for plan in found.values() if isinstance(plan, MetaPlan) for p in plan.pieces()]
+    jobs |= dict.fromkeys((p, name, 0) for p in dict.fromkeys(pieces) for name in _able(_plans(p, target)))
+    jobs |= dict.fromkeys((p, name, at) for at in range(DEPTH, POINTS) for p, found in plans.items() for name in _able(found))
+    return list(jobs)
 
 
 def _able(plans: Mapping[str, Plan]) -> list[str]:

@@ -22,7 +22,7 @@ from tilewright.schedule.key import numbers_of, text_of
 from tilewright.schedule.problem import AnyProblem
 from tilewright.schedule.search import Decision, Interruption, search
 from tilewright.schedule.tuning_database import WAIT_S, TuningDatabase, rebuilt, repeat
-from tilewright.schedule.worker import ready
+from tilewright.schedule.worker import ready, warm
 
 LONGEST_S, LONGEST = 2.0, 0.1  # for one problem: seconds, or of a long budget the part
 EVENLY = 0.25  # of the time: shared out evenly, as what is expected of a problem may be wrong; the rest by what it can gain
@@ -97,6 +97,8 @@ class BudgetedChooser:
         self._different, self._ahead, self._hurried = different, None, False
         if target.kind != "cpu" and (chosen or (budget_s > 0 and unknown)):
             first = sorted(unknown.values() if budget_s > 0 else (), key=self.weight, reverse=True)
+            if first:
+                warm(target)  # while code is made
             self._ahead = Ahead(first, target, within_s=budget_s if budget_s > 0 else None, chosen=chosen)
 
     def weight(self, problem: AnyProblem) -> float:

@@ -62,6 +62,7 @@ from tilewright.schedule.race import Laps, Race
 
 LIMIT_S = 4.0  # without a sign of life, beside what the right results took
 GPU_LIMIT_S = 30.0  # where compiling a kernel, or the driver's first call, takes seconds
+WARM_S = 1.0  # to wait for another thread that has the worker
 SMALL_BYTES = 1 << 16  # weights below this travel in the message
 
 Address = tuple[str, str | bytes | None]
@@ -125,6 +126,23 @@ def ready(within_s: float) -> bool:
         return fork_server().ready(within_s)
     except UnavailableError:
         return True
+
+
+def warm(target: Target) -> None:
+    """Have a worker set up a target's GPU while this process does something else: the first calls of driver and libraries take
+    seconds. Does not wait for that, and never fails; does nothing where the fork server is not up yet."""
+    with contextlib.suppress(UnavailableError, OSError):
+        known = used_fork_server()
+        try:
+            if known.ready(0.0) and known.lock.acquire(timeout=WARM_S):
+                try:
+                    known.ensure_worker()
+                    assert known.worker is not None
+                    known.worker.send_bytes(pickled(("warm", target.device)))
+                finally:
+                    known.lock.release()
+        finally:
+            known.leave()
 
 
 def hosted(
@@ -367,6 +385,9 @@ class _Host:
             if word == "close":
                 self._bench = None
                 continue
+            if word == "warm":
+                _warm(*given)
+                continue
             if word == "again":
                 given[1] = _find(given[1])
             asked = self._bench if word in ("again", "times", "verify", "results") else self
@@ -453,6 +474,14 @@ class _Host:
         except Exception as error:
             return self._bench.expect_s, unchecked(error)
         return self._bench.expect_s, None
+
+
+def _warm(device: str) -> None:
+    """Do on a GPU once what it takes to work out right results. What fails here fails again, and is told of, in a bench."""
+    discover()
+    with contextlib.suppress(Exception):
+        one = torch.ones(16, 16, dtype=torch.float64, device=device)
+        torch.mm(one, one).sum().item()
 
 
 def _find(where: Address) -> Candidate:
