@@ -102,18 +102,18 @@ def test_kernels_are_built_and_run_elsewhere_and_the_winner_here(drop, tmp_path)
 def test_a_worker_that_was_told_to_set_up_a_gpu_is_the_one_that_searches(drop, worker, monkeypatch):
     """Where there is no such device, too; and nobody waits for it, nor for a worker that another thread has."""
     none = replace(CPU, kind="cuda", index=17)
-    worker_module.warm(none)
+    worker_module.warm(problem(), none)
     pid = worker._pid
     assert search(problem(52), CPU, budget_s=0.02, candidates=[drop()]).measured and worker._pid == pid
     monkeypatch.setattr(worker_module, "WARM_S", 0.01)
     with worker.lock:
-        other = threading.Thread(target=worker_module.warm, args=(none,))
+        other = threading.Thread(target=worker_module.warm, args=(problem(), none))
         other.start()
         other.join(20)
         assert not other.is_alive()
     worker.end_worker()
     monkeypatch.setattr(worker, "ready", lambda within_s: False)
-    worker_module.warm(none)
+    worker_module.warm(problem(), none)
     assert worker.worker is None
 
 
@@ -504,8 +504,9 @@ def test_what_an_interrupted_search_started_ends_with_it(drop, tmp_path, monkeyp
 
 def test_what_an_assistant_started_ends_with_it(tmp_path, monkeypatch):
     def work_off(compile_workers, messages, unanswered, *_):
-        compile_workers[0].send_bytes(messages[0][1])
-        unanswered.update(compile_workers)
+        first = next(compile_workers)
+        first.send_bytes(messages[0][1])
+        unanswered.add(first)
         started(tmp_path / "pid")
         raise KeyboardInterrupt
 

@@ -11,7 +11,7 @@ import math
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextvars import copy_context
 from multiprocessing.connection import Connection, wait
 
@@ -99,9 +99,14 @@ def compile_ahead(
     except UnavailableError:
         return 0
     compile_workers, unanswered = dict[Connection, int](), set[Connection]()
+
+    def begun() -> Iterator[Connection]:
+        for connection, pid in _compile_workers(known, min(processes, len(messages))):
+            compile_workers[connection] = pid
+            yield connection
+
     try:
-        compile_workers = _compile_workers(known, min(processes, len(messages)))
-        _work_off(list(compile_workers), messages, unanswered, within_s, done, over)
+        _work_off(begun(), messages, unanswered, within_s, done, over)
     finally:
         for each, pid in compile_workers.items():
             each.close()
@@ -118,19 +123,18 @@ def _message(problem: AnyProblem, target: Target, name: str, at: int | Schedule)
     return None
 
 
-def _compile_workers(known: ForkServer, count: int) -> dict[Connection, int]:
-    """Up to `count` compile workers, as many as can be started, with their process ids."""
-    found: dict[Connection, int] = {}
+def _compile_workers(known: ForkServer, count: int) -> Iterator[tuple[Connection, int]]:
+    """Up to `count` compile workers, as many as can be started, with their process ids. Each takes a while to fork, and can be
+    given work before the next one."""
     with contextlib.suppress(UnavailableError):
         for _ in range(count):
             with known.lock:
                 pid, connection = known.compile_worker()
-            found[connection] = pid
-    return found
+            yield connection, pid
 
 
 def _work_off(
-    compile_workers: Sequence[Connection],
+    compile_workers: Iterable[Connection],
     messages: Sequence[tuple[AnyProblem | None, bytes]],
     unanswered: set[Connection],
     within_s: float | None,

@@ -98,7 +98,7 @@ class BudgetedChooser:
         if target.kind != "cpu" and (chosen or (budget_s > 0 and unknown)):
             first = sorted(unknown.values() if budget_s > 0 else (), key=self.weight, reverse=True)
             if first:
-                warm(target)  # while code is made
+                warm(first[0], target)  # while code is made
             self._ahead = Ahead(first, target, within_s=budget_s if budget_s > 0 else None, chosen=chosen)
 
     def weight(self, problem: AnyProblem) -> float:

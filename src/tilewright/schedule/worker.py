@@ -128,17 +128,19 @@ def ready(within_s: float) -> bool:
         return True
 
 
-def warm(target: Target) -> None:
-    """Have a worker set up a target's GPU while this process does something else: the first calls of driver and libraries take
-    seconds. Does not wait for that, and never fails; does nothing where the fork server is not up yet."""
-    with contextlib.suppress(UnavailableError, OSError):
+def warm(problem: AnyProblem, target: Target) -> None:
+    """Have a worker work out once what a problem on a GPU must give, while this process does something else: the first calls of
+    the driver and of each of torch's operations take seconds. Does not wait for that, and never fails; does nothing where the
+    fork server is not up yet."""
+    with contextlib.suppress(UnavailableError, OSError, *UNTOLD):
         known = used_fork_server()
         try:
+            message = pickled(("warm", problem, target, settings_here()))
             if known.ready(0.0) and known.lock.acquire(timeout=WARM_S):
                 try:
                     known.ensure_worker()
                     assert known.worker is not None
-                    known.worker.send_bytes(pickled(("warm", target.device)))
+                    known.worker.send_bytes(message)
                 finally:
                     known.lock.release()
         finally:
@@ -386,7 +388,7 @@ class _Host:
                 self._bench = None
                 continue
             if word == "warm":
-                _warm(*given)
+                self._warm(*given)
                 continue
             if word == "again":
                 given[1] = _find(given[1])
@@ -410,6 +412,14 @@ class _Host:
     def _at(self, key: int) -> None:
         struct.pack_into("q", self._shared, KEY, key)
         self._pulse()
+
+    def _warm(self, problem: AnyProblem, target: Target, settings: dict[str, Any]) -> None:
+        """Do once what checking a kernel of a problem takes. What fails here fails again, and is told of, in its bench."""
+        torch.set_float32_matmul_precision(settings["precision"])
+        with contextlib.suppress(Exception):
+            for candidate in discover(kind=target.kind):
+                planned(candidate, problem, target)
+            Bench(problem, target, {}, pulse=self._pulse).expect(0.0)
 
     def _open(
         self, problem: AnyProblem | ContestProblem, target: Target, settings: dict[str, Any], places: Sequence[Any]
@@ -474,14 +484,6 @@ class _Host:
         except Exception as error:
             return self._bench.expect_s, unchecked(error)
         return self._bench.expect_s, None
-
-
-def _warm(device: str) -> None:
-    """Do on a GPU once what it takes to work out right results. What fails here fails again, and is told of, in a bench."""
-    discover()
-    with contextlib.suppress(Exception):
-        one = torch.ones(16, 16, dtype=torch.float64, device=device)
-        torch.mm(one, one).sum().item()
 
 
 def _find(where: Address) -> Candidate:

@@ -168,7 +168,7 @@ def test_any_number_of_keys_passes_through_shared_memory(problem, tile):
 def test_point_and_schedule_name_one_another():
     heads = hopper_attention.supported_heads(flash())
     found = points(heads, 132, 227 << 10)
-    assert TileConfig("persistent", ones=True) in found and len(found) == 17
+    assert TileConfig("persistent", ones=True) in found and len(found) == 18
     assert [Schedule.of_point(p).point(TileConfig) for p in found] == found
 
 
@@ -286,19 +286,23 @@ def test_kernels_that_leave_out_what_causality_hides_are_not_offered_where_it_ma
     assert refusal(hopper_attention.CANDIDATE, p, gpu()) == why
 
 
-@pytest.mark.thin(2)
+@pytest.mark.thin(3)
 @pytest.mark.parametrize("causal", ["no", "upper"])
-@pytest.mark.parametrize("how", [{"seed": 1}, {"late": True}], ids=str)
-def test_blocks_take_items_of_unequal_length_as_they_come_to_them(causal, how):
-    """Two blocks share nine parts of queries of three sequences, whose keys a mask of integers shows."""
-    src = [input_(n, F16, (3, 1, t, 64)) for n, t in (("q", 350), ("k", 300), ("v", 300))] + [input_("m", S64, (3, 300))]
-    q, k, v, m = (Node(Param(i, s.tensor)) for i, s in enumerate(src))
-    node = Node(Attention(0.125, causal, True, (q, k, v, reshape(convert(m, PRED), (3, 1, 1, 300)))), *src)
-    p = problem_of(node)
+@pytest.mark.parametrize(("how", "masked"), [({"seed": 1}, True), ({"late": True}, True), ({"late": True}, False)], ids=str)
+def test_blocks_take_items_as_they_come_to_them(causal, how, masked):
+    """Two blocks share nine parts of queries of three sequences, whose keys a mask of integers may show. Where it does, such
+    kernels come first: parts are of unequal length."""
+    src = [input_(n, F16, (3, 1, t, 64)) for n, t in (("q", 350), ("k", 300), ("v", 300))]
+    src += [input_("m", S64, (3, 300))] * masked
+    q, k, v, *m = (Node(Param(i, s.tensor)) for i, s in enumerate(src))
+    operands = (q, k, v, *(reshape(convert(each, PRED), (3, 1, 1, 300)) for each in m))
+    p = problem_of(Node(Attention(0.125, causal, True, operands), *src))
     sources = random_sources(p)
-    sources[3] = (torch.arange(300) < torch.tensor([[120], [0], [290]])).long()
+    if masked:
+        sources[3] = (torch.arange(300) < torch.tensor([[120], [0], [290]])).long()
     plan = plan_for(hopper_attention.CANDIDATE, p, replace(H200, cores=2))
     (tile,) = (t for t in plan.tiles if t.on_demand)
+    assert bool(next(t for t in plan.tiles if t.kernel == "flash").on_demand) == masked
     schedule = Schedule.of_point(replace(tile, num_stages=3, groups=2))
     with emulating(How(**how)):
         call = plan.build(schedule).prepare({})

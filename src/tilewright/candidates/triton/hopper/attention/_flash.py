@@ -150,14 +150,16 @@ def next_item(item, taken, config):
 @gluon.jit
 def producer(k_desc, v_desc, k_ring, v_ring, counts, taken, side, config, k_at, v_at, mask):
     """Bring the keys and values of every item of this block, last chunk first, and beside the keys their padding mask, worked
-    out here. Where such a mask hides the last chunks, `counts` tells how many there are, and which item comes next."""
+    out here. `counts` tells which item comes next, if blocks take them on demand, and how many chunks a mask leaves of it."""
     step = 0
-    if config.hides:
+    if config.announces:
         done = 0
         item = gl.program_id(0)
         while item < config.items:
             head, part = locate(item, config)
-            count = chunks_with_weight(head, part, chunks_of(part, config), side, config, mask)
+            count = chunks_of(part, config)
+            if config.hides:
+                count = chunks_with_weight(head, part, count, side, config, mask)
             announce(counts, done, item, count)
             step = load_item(head, count, step, k_desc, v_desc, k_ring, v_ring, side, config, k_at, v_at, mask)
             done += 1
@@ -287,7 +289,7 @@ def consumer(group, rings, counts, pingpong, scales, side, config, q_at, epilogu
     q_phase = 0
     pingpong_phase = 1 if group == 0 else 0
     load_tile(group, gl.program_id(0), q_desc, q, q_full, side, config, q_at)
-    if config.hides:
+    if config.announces:
         item, count = announced(counts, 0)
         done = 1
         while item < config.items:
@@ -372,7 +374,7 @@ def attend(
 
     # The next queries may come, and the first chunk's weights meet their values.
     barrier()
-    if config.hides:
+    if config.announces:
         following, count_ahead = announced(counts, done)
     else:
         following = item + gl.num_programs(0)
@@ -408,14 +410,14 @@ def flash(q_desc, k_desc, v_desc, taken, scales, side, config, q_at, k_at, v_at,
         beside = (k, hidden, shows_all)
     else:
         beside = (k,)
-    if config.hides:
+    if config.announces:
         count = gl.allocate_shared_memory(gl.int32, [2, 1], plain)
         items = gl.allocate_shared_memory(gl.int32, [2, 1], plain)
 
     q_full = barriers(groups, 1)
     k_ring = pipeline(beside, stages, 2 if config.key_padding_mask else 1, groups)
     v_ring = pipeline((v,), stages, 1, groups)
-    if config.hides:
+    if config.announces:
         counts = pipeline((items, count), 2, 1, groups)
     else:
         counts: gl.constexpr = None

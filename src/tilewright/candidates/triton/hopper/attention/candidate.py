@@ -246,7 +246,8 @@ def streamed(heads: Heads, shared: int) -> list[TileConfig]:
         return []
     kinds = ((True, False), (True, True), (False, True), (False, False))  # pingpong, overlapped; sorting keeps this order
     flash = [TileConfig("flash", None, None, stages, groups, *kind) for kind in kinds[2 if groups == 1 else 0 :]]
-    return [flash[0], *([replace(flash[0], on_demand=True)] if hides(heads) else []), *flash[1:]]
+    on_demand = replace(flash[0], on_demand=True)
+    return [on_demand, *flash] if hides(heads) else [flash[0], on_demand, *flash[1:]]
 
 
 def holds(heads: Heads) -> bool:

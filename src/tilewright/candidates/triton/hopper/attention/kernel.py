@@ -50,7 +50,7 @@ class TileConfig:
         pingpong: one of them after the other is at its exponentials.
         overlapped: a product's wait is held back until the exponentials that it goes on beside are done; rows are gone
             through in four parts at once.
-        on_demand: where a mask makes some heads shorter, blocks take parts of queries as they come to them, not in turns.
+        on_demand: blocks of `flash` take parts of queries as they come to them, not in turns.
     """
 
     kernel: Literal["whole_rows", "persistent", "flash"]
@@ -129,6 +129,11 @@ class KernelConfig(TileConfig):
     def hides(self) -> bool:
         """Tell whether a mask hides keys from all queries alike: chunks after the last that it shows are left out."""
         return self.key_padding_mask and not self.additive_bias
+
+    @property
+    def announces(self) -> bool:
+        """Tell whether the warp that loads tells the others which item comes next, and how many chunks of keys it has."""
+        return self.hides or bool(self.on_demand)
 
     @property
     def seen(self) -> tuple[int, ...]:
