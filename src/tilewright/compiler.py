@@ -499,7 +499,8 @@ class _Compile:
             made = self._optimised(region, found)
             return self._chosen(region, made, found, target, budget.part(share_s), database, None)
 
-        made = prepare(source, graph, target, trace, decide, inner, first=decide.weight, made=Program, parts=parts)
+        turn, waits = decide.weight, decide.waits
+        made = prepare(source, graph, target, trace, decide, inner, made=Program, first=turn, waits=waits, parts=parts)
         self.late += decide.late
         self.first += decide.first
         return made

@@ -6,6 +6,7 @@ import os
 import threading
 import weakref
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -17,7 +18,10 @@ from tilewright.hardware.detect import detect
 from tilewright.ir.build import const, input_
 from tilewright.ir.graph import Graph
 from tilewright.ir.ops import gemm
+from tilewright.ir.pattern import Trace
+from tilewright.program import Program
 from tilewright.runtime import background
+from tilewright.runtime.prepare import prepare
 from tilewright.schedule import budget
 from tilewright.schedule.cache import Cache
 from tilewright.schedule.candidate import Kernel, Schedule
@@ -106,6 +110,27 @@ def test_a_call_runs_wholly_with_the_kernels_that_it_began_with(program):
     go.set()
     caller.join(PATIENCE_S)
     assert order == [("old", 0), ("new", 0), ("new", 1), ("new", 2), ("old", 1), ("old", 2)]
+
+
+def test_problems_whose_code_is_still_being_made_are_chosen_last():
+    """All others first, the heaviest of them first; then the heaviest of those, whose end frees the others."""
+    seen, made = [], graph(5, 9, 7, 11)
+    chooser = Planted(seen)
+    optimised, trace = compiler.optimise(made), Trace()
+    how = {"first": chooser.weight, "waits": lambda p: p.N in (11, 9) and 11 not in seen}
+    program = prepare(made, optimised, CPU, trace, chooser, made=Program, **how)
+    assert seen == [7, 5, 11, 9]
+    assert [s.decision.problem.N for s in program.steps] == [5, 9, 7, 11]
+
+
+def test_a_copy_has_the_same_kernels_though_these_hold_what_has_no_copy(program):
+    def locked(kernel):
+        return replace(kernel, prepare=partial(lambda lock, weights: kernel.prepare(weights), threading.RLock()))
+
+    program.change(lambda s: replace(s, decision=replace(s.decision, kernel=locked(s.decision.kernel))))
+    other = copy.deepcopy(program)
+    assert [s.decision.kernel for s in other.steps] == [s.decision.kernel for s in program.steps]
+    assert torch.equal(other(torch.ones(4, 8)), program(torch.ones(4, 8)))
 
 
 class Heaviest(Planted):

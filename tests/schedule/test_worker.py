@@ -26,6 +26,7 @@ from tilewright.ir.notation import parse
 from tilewright.ir.ops import gemm
 from tilewright.ir.types import TensorType
 from tilewright.schedule import ahead as ahead_module
+from tilewright.schedule import bench as bench_module
 from tilewright.schedule import fork_server as fork_server_module
 from tilewright.schedule import search as search_module
 from tilewright.schedule import space
@@ -115,6 +116,15 @@ def test_a_worker_that_was_told_to_set_up_a_gpu_is_the_one_that_searches(drop, w
     monkeypatch.setattr(worker, "ready", lambda within_s: False)
     worker_module.warm(problem(), none)
     assert worker.worker is None
+
+
+@pytest.mark.parametrize("line", ["f32[9,17] @ f32[17,12] + bias, gelu -> f16", "s8[9,17] @ s8[17,12] -> s32"])
+def test_a_bench_rehearses_without_a_fault(line, monkeypatch):
+    """What it takes for right passes its own check, so that all of that is gone through."""
+    found, real = [], bench_module.examine
+    monkeypatch.setattr(bench_module, "examine", lambda *args, **how: found.append(real(*args, **how)))
+    bench_module.Bench(problem_of(parse(line).outputs[0]), CPU, {}, watched=True).rehearse()
+    assert found == [None]
 
 
 def test_a_part_of_a_candidate_is_found_there_too(drop, tmp_path):

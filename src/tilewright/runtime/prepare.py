@@ -26,6 +26,7 @@ from tilewright.schedule.budget import BudgetedChooser
 from tilewright.schedule.measure import last_cache_bytes
 from tilewright.schedule.packed import return_memory
 from tilewright.schedule.problem import AnyProblem
+from tilewright.schedule.search import Decision
 from tilewright.schedule.tuning_database import TuningDatabase
 
 if TYPE_CHECKING:
@@ -45,6 +46,7 @@ def prepare(
     *,
     made: type[E],
     first: Callable[[AnyProblem], float] | None = None,
+    waits: Callable[[AnyProblem], bool] | None = None,
     parts: Sequence[Part] | None = None,
     constants: Mapping[Literal, torch.Tensor] | None = None,
     known: dict[Node, Value] | None = None,
@@ -52,9 +54,10 @@ def prepare(
 ) -> E:
     """Cut the graph into steps, evaluate what depends on constants alone, and choose a kernel for each gemm: for those problems
     first of which `first` gives most. `inner` compiles the regions of loops and conditionals; without it the oracle runs
-    them. `made` is the kind of executable that is wanted, `parts` what the graph was cut into before, and `constants` has
-    values in place of literals' own. `known` has values that depend on constants alone, and is given those that are found.
-    `deal` is told all problems before `decide` is asked about the first.
+    them. Those for which `waits` says that `decide` would wait come behind the others. `made` is the kind of executable that is
+    wanted, `parts` what the graph was cut into before, and `constants` has values in place of literals' own. `known` has values
+    that depend on constants alone, and is given those that are found. `deal` is told all problems before `decide` is asked
+    about the first.
 
     Raises:
         InputError: what the program keeps from call to call is not at hand.
@@ -77,8 +80,12 @@ def prepare(
     posed = {part: Posed.of(part, ready) for part in parts if not part.once and decided(part)}
     if deal is not None:
         deal(list(posed.values()))
-    in_turn = posed.values() if first is None else sorted(posed.values(), key=lambda p: first(p.problem), reverse=True)
-    decisions = {p.part: decide(p.problem, p.weights) for p in in_turn}
+    left = list(posed.values()) if first is None else sorted(posed.values(), key=lambda p: first(p.problem), reverse=True)
+    decisions: dict[Part, Decision] = {}
+    while left:
+        at = 0 if waits is None else next((i for i, p in enumerate(left) if not waits(p.problem)), 0)
+        one = left.pop(at)
+        decisions[one.part] = decide(one.problem, one.weights)
     if any(d.checked_s > LONG_CHECK_S for d in decisions.values()):
         return_memory()  # that they took, before packing takes more
     steps: list[Step] = []

@@ -210,6 +210,17 @@ class Bench:
             self._runners[key] = runner
         return fault
 
+    def rehearse(self) -> None:
+        """Work out what is right, and examine that as if a kernel had given it: the first time in a process takes seconds on a
+        GPU, where each operation of torch is loaded when it is first called."""
+        self.expect(0.0)
+        expected = self._expected[0.0]
+
+        def runner(_: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+            return [t.clone() for t in expected.reference]
+
+        examine(self._problem, expected, runner, self._sources, exactly=True, watched=self._watched, pulse=self._pulse)
+
     def times(self, keys: Sequence[int], budget_s: float) -> Race:
         """The race of points that passed, by key. Where other processes have the cores, a few threads are one for it: how long
         several wait for each other says nothing of a kernel. Times are then scaled by what the fastest gains on all of them."""

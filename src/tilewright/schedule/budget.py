@@ -105,6 +105,10 @@ class BudgetedChooser:
         """The time in µs that a call of the program is expected to spend on a problem and those like it, at the least."""
         return self._weights[self._texts[problem]]
 
+    def waits(self, problem: AnyProblem) -> bool:
+        """Tell whether machine code of a problem's kernels is still being made, so that others are better chosen first."""
+        return self._ahead is not None and self._ahead.waits(self._different[self._texts[problem]])
+
     def _least_us(self, problem: AnyProblem) -> float:
         return self._least[self._texts[problem]]
 

@@ -110,6 +110,10 @@ class Kernel:
     shared_bytes: int | None = None
     text: str = ""
 
+    def __deepcopy__(self, memo: object) -> Kernel:
+        """The kernel itself: nothing of it changes, and machine code that is loaded has no copy."""
+        return self
+
 
 # Given a runner's sources and memory for all its results (dense, from a multiple of 16 bytes on), writes them there.
 Writer = Callable[[Sequence[torch.Tensor], Sequence[torch.Tensor]], object]

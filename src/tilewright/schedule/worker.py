@@ -416,10 +416,11 @@ class _Host:
     def _warm(self, problem: AnyProblem, target: Target, settings: dict[str, Any]) -> None:
         """Do once what checking a kernel of a problem takes. What fails here fails again, and is told of, in its bench."""
         torch.set_float32_matmul_precision(settings["precision"])
-        with contextlib.suppress(Exception):
-            for candidate in discover(kind=target.kind):
+        for candidate in discover(kind=target.kind):
+            with contextlib.suppress(Exception):
                 planned(candidate, problem, target)
-            Bench(problem, target, {}, pulse=self._pulse).expect(0.0)
+        with contextlib.suppress(Exception):
+            Bench(problem, target, {}, watched=True, pulse=self._pulse).rehearse()
 
     def _open(
         self, problem: AnyProblem | ContestProblem, target: Target, settings: dict[str, Any], places: Sequence[Any]
