@@ -24,11 +24,12 @@ from weakref import WeakSet
 
 import torch
 
+from tilewright.deadline import Budget
 from tilewright.errors import LOGGER, InputError, TypeMismatchError, UnsupportedError, counted, say
 from tilewright.hardware.target import Target
-from tilewright.ir.dims import MOST, Dim, Scope
+from tilewright.ir.dims import MOST, Dim, Scope, named
 from tilewright.ir.graph import Graph, Node, label_of
-from tilewright.ir.instance import instance_of, values_for
+from tilewright.ir.instance import instance_of, values_of
 from tilewright.ir.literal import Literal
 from tilewright.ir.pattern import Trace
 from tilewright.ir.state import caller_inputs
@@ -39,7 +40,7 @@ from tilewright.recent import Recent
 from tilewright.report.schema import Explain, Perf
 from tilewright.rules.calibrate import Layer
 from tilewright.runtime.partition import Part, decided, parts_for
-from tilewright.runtime.prepare import prepare
+from tilewright.runtime.prepare import chooser, prepare
 from tilewright.runtime.steps import Decide, Inner, Step
 from tilewright.schedule.buckets import PackingVariants, untimed
 from tilewright.schedule.candidate import Candidate, Kernel, Schedule, discover
@@ -148,9 +149,17 @@ class Cut:
             found.setdefault(part.posed[0], []).append(key)
         return found
 
+    @cached_property
+    def source(self) -> Graph:
+        """The graph as read, with numbers for extents, and a note that says so."""
+        reading, values = self.region.reading, self.shape.values
+        shown = ", ".join(f"{name} = {value}" for name, value in values.items())
+        note = f"an instance for {shown} of a program with open extents, {reading.scope.words}"
+        made = instance_of(reading.source, values)[0]
+        return replace(made, notes=(*made.notes, note))
+
 
 Read = Callable[[Scope], Reading]
-Search = Callable[[Graph, Sequence[Part], float, "TuningDatabase | None"], Chooser]
 
 
 class AnyShape:
@@ -179,10 +188,10 @@ class AnyShape:
         target: Target,
         *,
         inner: Inner | None = None,
-        search_for: Search | None = None,
-        budget_s: float = 0.0,
+        budget: Budget | None = None,
         background: bool = False,
         database: TuningDatabase | None = None,
+        kept: int = KEPT,
         threads: int | None = None,
     ) -> None:
         """Made by `compile(…, dims=…)`.
@@ -192,37 +201,45 @@ class AnyShape:
             read: the program with the extents of a scope.
             target: where it runs.
             inner: compiles the regions of loops and branches.
-            search_for: the choice of kernels within so many seconds.
-            budget_s: seconds for all of it, and for a search behind an instance.
+            budget: the time for all of it, and as many seconds for a search behind an instance.
             background: search on behind instances of shapes near which nothing was measured.
             database: what is known of problems.
+            kept: instances that are kept.
             threads: threads for calls on a CPU.
         """
-        self.target, self.threads, self._budget_s = target, threads, budget_s
-        self.background = background and budget_s > 0
-        self._read, self._inner, self._search_for, self._database = read, inner, search_for, database
-        self._kept = Recent[Values, Program](KEPT, self._forget)
+        self.target, self.threads, self._budget = target, threads, budget or Budget(0.0)
+        self.background = background and self._budget.seconds > 0
+        self._read, self._inner, self._database = read, inner, database
+        self._kept = Recent[Values, Program](kept, self._forget)
         self._decided = Recent[AnyProblem, Decision](MOST_DECIDED)
         self._ranging = WeakSet[Kernel]()  # those whose machine code is for ranges
         self._regions = [self._region(first)]
         self._met: Counter[Values] = Counter()
         self._special = Recent[Values, tuple[Step, ...]](SPECIAL, self._put_back)  # with their steps before
         self._lock = threading.RLock()
-        self._inputs = [(label_of(n), n.tensor) for n in caller_inputs(first.source)]
+        self._takes([(label_of(n), n.tensor) for n in caller_inputs(first.source)])
         self.compiled, self.made = 1, 0
 
-    def begin(self, ends: float) -> AnyShape:
-        """Measure some shapes and make kernels beforehand until `ends` (`time.monotonic`), and give the program itself; without
-        a budget, or where a search goes on behind instances, make a first instance."""
-        scope = self._regions[0].reading.scope
-        if self._budget_s > 0 and not self.background:
+    def _takes(self, inputs: Sequence[tuple[str, TensorType]]) -> None:
+        """Note the inputs by name, and which axis of which each dim is, in the order of names."""
+        self._inputs, axes = inputs, dict[str, tuple[int, int]]()
+        for i, (_, t) in enumerate(inputs):
+            for axis, extent in enumerate(t.shape):
+                if (name := named(extent)) is not None:
+                    axes.setdefault(name, (i, axis))
+        self._axes = [(name, *axes.get(name, (len(inputs), 0))) for name in sorted(self.dims)]
+
+    def start(self) -> AnyShape:
+        """Measure some shapes and make kernels beforehand, as long as there is time, and give the program itself; without a
+        budget, or where a search goes on behind instances, make a first instance."""
+        scope, budget = self._regions[0].reading.scope, self._budget
+        if budget.seconds > 0 and not self.background:
             for part in ANCHORS:
-                left_s = ends - time.monotonic()
-                if left_s < LEAST_PART * self._budget_s and part != ANCHORS[0]:
+                if budget.left_s() < LEAST_PART * budget.seconds and part != ANCHORS[0]:
                     break
                 values = scope.within(part)
                 try:
-                    self._measure(values, left_s / (2 if part == ANCHORS[0] else 1))
+                    self._measure(values, budget.part(budget.left_s() / (2 if part == ANCHORS[0] else 1)))
                 except (InputError, UnsupportedError) as error:  # beyond what the model can do, which its dims do not say
                     if all(d.high < MOST for d in self.dims.values()):
                         raise
@@ -230,7 +247,7 @@ class AnyShape:
             longest_s = 0.0
             for part in PREPARED:
                 began = time.monotonic()
-                if began + longest_s < ends:
+                if began + longest_s < budget.ends:
                     with contextlib.suppress(InputError, UnsupportedError, TypeMismatchError):
                         self.at(**scope.within(part))
                     longest_s = max(longest_s, time.monotonic() - began)
@@ -249,7 +266,11 @@ class AnyShape:
         another shape near it is spared most of what its own takes."""
         if not self.made:
             with contextlib.suppress(InputError, UnsupportedError, TypeMismatchError):
-                self.at(**self._regions[0].reading.scope.within(ANCHORS[0]))
+                self.at(**self._middle)
+
+    @property
+    def _middle(self) -> dict[str, int]:
+        return self._regions[0].reading.scope.within(ANCHORS[0])
 
     @property
     def dims(self) -> dict[str, Dim]:
@@ -287,7 +308,17 @@ class AnyShape:
         Raises:
             InputError: an input is missing, unknown, or of a type or a shape that the program does not take.
         """
-        return self.at(**self.values_of(args, kwargs))(*args, **kwargs)
+        try:
+            found = self._kept.find(tuple([(name, args[i].shape[axis]) for name, i, axis in self._axes]))  # pyright: ignore[reportAttributeAccessIssue]
+        except (AttributeError, IndexError):  # given by name, or no array
+            found = None
+        if found is None or self.background:  # which counts calls
+            return self.at(**self.values_of(args, kwargs))(*args, **kwargs)
+        try:
+            return found(*args, **kwargs)
+        except InputError:
+            self.values_of(args, kwargs)  # says what is wrong with all shapes together
+            raise
 
     def values_of(self, args: Sequence[object], kwargs: Mapping[str, object]) -> dict[str, int]:
         """The values of the dims for arrays as they are given to a call.
@@ -297,7 +328,7 @@ class AnyShape:
         """
         given = dict(zip((name for name, _ in self._inputs), args, strict=False)) | dict(kwargs)
         shapes = {name: tuple(cast("Sequence[int]", getattr(a, "shape", ()))) for name, a in given.items()}
-        return values_for(self.source, shapes)
+        return values_of(self._inputs, shapes, self.source.name)
 
     def at(self, **values: int) -> Program:
         """The instance for values of the dims, by name.
@@ -351,11 +382,11 @@ class AnyShape:
         held = None if self._database is None else OnePacking(self._database, packings)
         parts = [s.part for s in program.steps]
 
-        def chooser() -> Chooser:
-            decide = self._search(program.graph, parts, min(self._budget_s, SPECIAL_S), held)
+        def searching() -> Chooser:
+            decide = chooser(program.graph, self.target, min(self._budget.seconds, SPECIAL_S), None, held, parts)
             return Raced(decide, before, self._ranging, self.target)
 
-        program.search_on(chooser)
+        program.search_on(searching)
 
     def measured(self, within_s: float, **values: int) -> Program:
         """The instance for values of the dims, by name, which is measured for so many seconds if there was none yet.
@@ -364,16 +395,16 @@ class AnyShape:
             InputError: a value is missing, or outside its bounds (`at`).
         """
         if within_s > 0 and all(name in values and values[name] in dim for name, dim in self.dims.items()):
-            self._measure(values, within_s)
+            self._measure(values, Budget(within_s))
         return self.at(**values)
 
     def explain(self, **values: int) -> Report[Explain]:
         """Account for every product of one instance, that of the middle of all ranges where no values are given."""
-        return self.at(**(values or self._regions[0].reading.scope.within(ANCHORS[0]))).explain()
+        return self.at(**(values or self._middle)).explain()
 
     def perf(self, **values: int) -> Report[Perf]:
         """Time one instance and its steps (`Program.perf`), that of the middle of all ranges where no values are given."""
-        return self.at(**(values or self._regions[0].reading.scope.within(ANCHORS[0]))).perf()
+        return self.at(**(values or self._middle)).perf()
 
     def __reduce__(self) -> str | tuple[Any, ...]:
         """Refuse to be pickled or copied: it holds what makes instances, with a lock and open files.
@@ -381,7 +412,7 @@ class AnyShape:
         Raises:
             UnsupportedError: always.
         """
-        values = ", ".join(f"{name}={value}" for name, value in self._regions[0].reading.scope.within(ANCHORS[0]).items())
+        values = ", ".join(f"{name}={value}" for name, value in self._middle.items())
         what = "a program with open extents is neither pickled nor copied"
         hint = f"compile it where it is needed; one instance can be: program.at({values})"
         raise UnsupportedError(what, where=self.source.name, hint=hint)
@@ -392,21 +423,20 @@ class AnyShape:
         Raises:
             UnsupportedError: always.
         """
-        values = ", ".join(f"{name}={value}" for name, value in self._regions[0].reading.scope.within(ANCHORS[0]).items())
+        values = ", ".join(f"{name}={value}" for name, value in self._middle.items())
         what = "a program with open extents is not saved: a file holds one for one shape"
         raise UnsupportedError(what, where=str(path), hint=f"program.at({values}).save(path), or other values")
 
-    def _measure(self, values: Mapping[str, int], within_s: float) -> None:
+    def _measure(self, values: Mapping[str, int], within: Budget) -> None:
         """Choose kernels for one shape by measuring, as for a program of it alone, but for the order of packed weights. Where
         there is no time to measure, they are those for ranges that a budget of 0 takes."""
-        until = time.monotonic() + within_s
 
         def choice(cut: Cut) -> Decide:
             of_problem, untimed = cut.of_problem, self._choice(cut)
-            decide = self._search(cut.graph, cut.parts, within_s, self._held(cut))
+            decide = chooser(cut.graph, self.target, within, None, self._held(cut), cut.parts)
 
             def chosen(problem: AnyProblem, weights: Mapping[int, torch.Tensor]) -> Decision:
-                decision = decide(problem, weights) if time.monotonic() < until else None
+                decision = decide(problem, weights) if time.monotonic() < within.ends else None
                 if decision is None or not decision.measured:
                     return untimed(problem, weights)
                 self._decided[problem] = decision
@@ -421,10 +451,6 @@ class AnyShape:
             if key not in self._kept:
                 self._kept[key] = self._instance(values, choice)
 
-    def _search(self, graph: Graph, parts: Sequence[Part], within_s: float, known: TuningDatabase | None) -> Chooser:
-        assert self._search_for is not None  # of all that have a budget
-        return self._search_for(graph, parts, within_s, known)
-
     def _held(self, cut: Cut) -> TuningDatabase | None:
         """The tuning database, held to the order in which each product's weight is packed."""
         if self._database is None:
@@ -438,11 +464,11 @@ class AnyShape:
         if all(self._near(measured, key, p, NEAR) is not None for p, some in of_problem.items() for key in some):
             return
 
-        def chooser() -> Chooser:
-            decide = self._search(program.graph, cut.parts, self._budget_s, self._held(cut))
+        def searching() -> Chooser:
+            decide = chooser(program.graph, self.target, self._budget.seconds, None, self._held(cut), cut.parts)
             return Noting(decide, lambda p, d: [measured.setdefault(k, []).append(d) for k in of_problem.get(p, ())])
 
-        program.search_on(chooser)
+        program.search_on(searching)
 
     def _cut(self, values: Mapping[str, int]) -> Cut:
         for region in self._regions:
@@ -467,7 +493,7 @@ class AnyShape:
     ) -> Program:
         """An instance whose kernels somebody chooses, with values that are known by node, and those of constants in place of
         their own (`prepare`)."""
-        reading, values = cut.region.reading, cut.shape.values
+        reading = cut.region.reading
         with limited(self.threads):
             program = prepare(
                 cut.graph,
@@ -481,9 +507,9 @@ class AnyShape:
                 known=known,
                 constants=constants,
             )
-        shown = ", ".join(f"{name} = {value}" for name, value in values.items())
-        note = f"an instance for {shown} of a program with open extents, {reading.scope.words}"
-        program.read_source(lambda: _noted(instance_of(reading.source, values)[0], note))
+        for node in [n for n in known if cut.shape.came_from.get(n) is not n]:  # those of this instance alone
+            del known[node]
+        program.read_source(lambda: cut.source)
         program.layers, program.threads = reading.layers, self.threads
         return program
 
@@ -492,9 +518,6 @@ class AnyShape:
         region = cut.region
         with unwritten([v for v in region.constants.values() if isinstance(v, torch.Tensor)], region.digests):
             program = self._program(cut, choice(cut), region.constants)
-        lasting = {n for n, now in cut.shape.came_from.items() if n is now}
-        for node in [n for n in region.constants if n not in lasting]:
-            del region.constants[node]
         for step in program.steps:
             key = cut.keys.get(step.part)
             if key is not None and step.decision is not None:
@@ -517,10 +540,14 @@ class AnyShape:
         if len(self._regions) >= MOST_REGIONS:
             self._regions.pop(1)
         shown = ", ".join(f"{name} = {value}" for name, value in values.items())
+        first = self._regions[0].reading.scope
+        alone = first.fixed >= values.keys()  # its reader takes numbers
         few = [name for name, value in values.items() if value <= 1]  # which are not like others
-        like = _like(values, self._regions[0].reading.scope)
+        like = _like(values, first)
         tries = [(like, few), (values, few), (values, [*values])]
-        if like == values or self._regions[0].reading.scope.numbers:  # which is no other's example
+        if alone:
+            del tries[:-1]
+        elif like == values or first.numbers:  # which is no other's example
             del tries[0]
         for hints, fixed in tries:
             try:
@@ -534,7 +561,7 @@ class AnyShape:
             self.compiled += 1
             if not reading.scope.failing(values):
                 self._regions.append(self._region(reading))
-                if len(self._regions) == OFTEN:
+                if len(self._regions) == OFTEN and not alone:
                     say(f"{self.source.name}: {OFTEN} readings for {self.made} shapes by now: {self._decided_by()}")
                 return self._regions[-1]
         raise UnsupportedError(f"rules do not settle for {shown}", where=self.source.name, hint="compile for that shape alone")
@@ -658,10 +685,6 @@ def _moved(part: Part, to: Mapping[Node, Node]) -> Part:
     """The part of other nodes that one is of these."""
     nodes, inputs, outputs = (tuple(to[n] for n in some) for some in (part.nodes, part.inputs, part.outputs))
     return replace(part, nodes=nodes, inputs=inputs, outputs=outputs)
-
-
-def _noted(graph: Graph, note: str) -> Graph:
-    return replace(graph, notes=(*graph.notes, note))
 
 
 def _expected_us(candidate: Candidate, problem: AnyProblem, schedule: Schedule, target: Target) -> float | None:

@@ -37,12 +37,11 @@ from tilewright.rules.calibrate import Layer, Scheme, calibrate
 from tilewright.rules.calibrate import quantize as quantize_graph
 from tilewright.rules.half import half as narrow
 from tilewright.rules.half import in_half, recognised
-from tilewright.runtime.partition import Part, parts_for
+from tilewright.runtime.partition import parts_for
 from tilewright.runtime.prepare import chooser, prepare
 from tilewright.runtime.programs import Place, content, place_of
 from tilewright.runtime.steps import graphs_of
 from tilewright.schedule.cache import user_cache
-from tilewright.schedule.chooser import Chooser
 from tilewright.schedule.tuning_database import TuningDatabase
 from tilewright.schedule.worker import begin
 from tilewright.threads import threaded
@@ -433,22 +432,17 @@ class _Compile:
             made = self._optimised(region, found)
             return prepare(made, made, target, found, chooser(made, target, 0.0, None, database), inner, made=Program)
 
-        def measuring(graph: Graph, parts: Sequence[Part], within_s: float, known: TuningDatabase | None) -> Chooser:
-            within = within_s if self.background else self.budget.part(within_s)
-            return chooser(graph, target, within, None, known, parts)
-
         made = AnyShape(
             read,
             self._read,
             target,
             inner=inner,
-            search_for=measuring,
-            budget_s=self.budget.seconds,
+            budget=self.budget,
             background=self.background,
             database=database,
             threads=self.threads,
         )
-        return made.begin(self.budget.ends)
+        return made.start()
 
     def _for_one_shape(self, read: Reading, target: Target) -> Program:
         """A program whose extents are numbers: its kernels are chosen within the budget, and it is kept."""
