@@ -29,8 +29,7 @@ from tilewright.errors import LOGGER, InputError, TypeMismatchError, Unsupported
 from tilewright.hardware.target import Target
 from tilewright.ir.dims import MOST, Dim, Scope, named
 from tilewright.ir.graph import Graph, Node, label_of
-from tilewright.ir.instance import instance_of, values_of
-from tilewright.ir.literal import Literal
+from tilewright.ir.instance import instance_of, values_for
 from tilewright.ir.pattern import Trace
 from tilewright.ir.state import caller_inputs
 from tilewright.ir.types import TensorType
@@ -328,14 +327,18 @@ class AnyShape:
         """
         given = dict(zip((name for name, _ in self._inputs), args, strict=False)) | dict(kwargs)
         shapes = {name: tuple(cast("Sequence[int]", getattr(a, "shape", ()))) for name, a in given.items()}
-        return values_of(self._inputs, shapes, self.source.name)
+        return values_for(self._inputs, shapes, self.source.name)
 
-    def at(self, **values: int) -> Program:
-        """The instance for values of the dims, by name.
+    def at(self, *in_order: int, **values: int) -> Program:
+        """The instance for values of the dims, in their order or by name.
 
         Raises:
             InputError: a value is missing, outside its bounds, or of no dim.
         """
+        if len(in_order) > len(self.dims):
+            what, hint = f"{len(in_order)} values for {counted(len(self.dims), 'dim')}", f"there are {', '.join(self.dims)}"
+            raise InputError(what, where=self.source.name, hint=hint)
+        values = {**dict(zip(self.dims, in_order, strict=False)), **values}
         if not values.keys() <= self.dims.keys():
             unknown, hint = min(values.keys() - self.dims.keys()), f"there are {', '.join(self.dims)}"
             raise InputError(f"no dim is called {unknown!r}", where=self.source.name, hint=hint)
@@ -488,27 +491,12 @@ class AnyShape:
         keys = {p: tuple(came_from.get(n, n) for n in p.outputs) for p in parts if not p.once and decided(p)}
         return Cut(region, made, parts, Shape(values, came_from), keys)
 
-    def _program(
-        self, cut: Cut, decide: Decide, known: dict[Node, Value], constants: Mapping[Literal, torch.Tensor] | None = None
-    ) -> Program:
-        """An instance whose kernels somebody chooses, with values that are known by node, and those of constants in place of
-        their own (`prepare`)."""
-        reading = cut.region.reading
+    def _program(self, cut: Cut, decide: Decide, known: dict[Node, Value]) -> Program:
+        """An instance whose kernels somebody chooses; `known` has values, as for `prepare`."""
+        reading, graph, inner = cut.region.reading, cut.graph, self._inner
         with limited(self.threads):
-            program = prepare(
-                cut.graph,
-                cut.graph,
-                self.target,
-                reading.trace,
-                decide,
-                self._inner,
-                made=Program,
-                parts=cut.parts,
-                known=known,
-                constants=constants,
-            )
-        for node in [n for n in known if cut.shape.came_from.get(n) is not n]:  # those of this instance alone
-            del known[node]
+            how = graph, graph, self.target, reading.trace, decide, inner
+            program = prepare(*how, made=Program, parts=cut.parts, known=known)
         program.read_source(lambda: cut.source)
         program.layers, program.threads = reading.layers, self.threads
         return program
@@ -518,6 +506,8 @@ class AnyShape:
         region = cut.region
         with unwritten([v for v in region.constants.values() if isinstance(v, torch.Tensor)], region.digests):
             program = self._program(cut, choice(cut), region.constants)
+        for node in [n for n in region.constants if cut.shape.came_from.get(n) is not n]:  # those of this instance alone
+            del region.constants[node]
         for step in program.steps:
             key = cut.keys.get(step.part)
             if key is not None and step.decision is not None:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from tilewright.any_shape import AnyShape, Cut, Reading
+from tilewright.any_shape import MOST_DECIDED, AnyShape, Cut, Reading
 from tilewright.compiler import home, optimise
 from tilewright.deadline import Budget
 from tilewright.errors import InputError, UnsupportedError, check_type
@@ -21,13 +21,12 @@ from tilewright.hardware.detect import detect
 from tilewright.hardware.target import Target
 from tilewright.ir.dims import Dim, Scope
 from tilewright.ir.graph import Graph, Node, label_of
-from tilewright.ir.literal import Literal
 from tilewright.ir.pattern import Trace
 from tilewright.ir.types import TensorType
 from tilewright.program import Program
 from tilewright.progress import Progress, said
 from tilewright.recent import Recent
-from tilewright.runtime.steps import Decide
+from tilewright.runtime.partition import Part
 from tilewright.schedule.ahead import Job
 from tilewright.schedule.buckets import Buckets, PackingVariants, bucketed, recalled, recorded, untimed
 from tilewright.schedule.cache import user_cache
@@ -45,7 +44,6 @@ MOST_ROWS = 4096
 DEFAULT_BUDGET_S = 60.0
 LEAST_S = 0.1  # for measuring, where reading took all of the time
 KEPT = 128  # numbers of rows whose kernels are kept ready
-MOST_DECIDED = 4096
 ROWS = "rows"
 GIVEN = "a function from a number of rows to the program for it: lambda rows: tilewright.load(…)"
 
@@ -99,24 +97,16 @@ class AnyRows(AnyShape):
             what = "no input changes with the number of rows"
             raise InputError(what, where=reading.source.name, hint="the left operand's rows")
 
-    def at(self, rows: int) -> Program:  # pyright: ignore[reportIncompatibleMethodOverride] - its one dim needs no name
-        """The program for a number of rows.
-
-        Raises:
-            InputError: the number is outside the range.
-        """
-        return super().at(rows=rows)
-
-    def over(self, rows: int, constants: Mapping[Literal, torch.Tensor], known: dict[Node, Value]) -> Program:
-        """The program for a number of rows with other values of its constants; it is the caller's to keep. `known` has what was
-        computed from these for other numbers of rows, and is given what is computed now.
+    def over(self, rows: int, known: dict[Node, Value]) -> Program:
+        """The program for a number of rows with other values of its constants; it is the caller's to keep. `known` has these
+        values, and is given what is computed from them.
 
         Raises:
             InputError: the table does not reach it.
         """
         with self._lock:
             cut = self._cut({ROWS: rows})
-            return self._program(cut, self._choice(cut), known, constants)
+            return self._program(cut, self._choice(cut), known)
 
     def problems(self, rows: int) -> list[AnyProblem]:
         """The problems that the program for a number of rows poses."""
@@ -157,21 +147,17 @@ class AnyRows(AnyShape):
             found = self._cuts[values[ROWS]] = super()._cut(values)
         return found
 
-    def _choice(self, cut: Cut) -> Decide:
-        """The choice of kernels by the table; by what the cost model names first, if there is none."""
-        of_product = self._family(cut.shape.values[ROWS])
-
-        def decide(problem: AnyProblem, weights: Mapping[int, torch.Tensor]) -> Decision:
-            family = of_product if isinstance(problem, Problem) else None
-            key = self._key(problem, family)
-            with _deciding:
-                found = _decided.find(key)
-                if found is None:
-                    known = TuningDatabase(self.target, user_cache())
-                    found = _decided[key] = untimed(problem, self.target, weights, known, family)
-                return found
-
-        return decide
+    def _unmeasured(
+        self, problem: AnyProblem, weights: Mapping[int, torch.Tensor], cut: Cut, key: tuple[Node, ...], part: Part | None
+    ) -> Decision:
+        """The kernel by the table; what the cost model names first, if there is none."""
+        family = self._family(cut.shape.values[ROWS]) if isinstance(problem, Problem) else None
+        at = self._key(problem, family)
+        with _deciding:
+            found = _decided.find(at)
+            if found is None:
+                found = _decided[at] = untimed(problem, self.target, weights, TuningDatabase(self.target, user_cache()), family)
+            return found
 
     def _family(self, rows: int) -> PackingVariants | None:
         return None if self.table is None else self.table.at(rows).family
@@ -205,7 +191,7 @@ class AnyRows(AnyShape):
 
         with self._lock:
             cut = self._cut({ROWS: rows})
-            self._program(cut, decide, cut.region.constants)
+            self._program(cut, decide, {})
         return product, found[product]
 
 

@@ -520,7 +520,7 @@ def test_what_does_not_fit_is_refused(monkeypatch):
     program = compile(encoder(), dims={"batch": (1, 8), "length": (2, 64)}, budget_s=0)
     given = arrays(3, 11)
     with monkeypatch.context() as patched:
-        patched.setattr(any_shape, "values_of", lambda *_: pytest.fail("worked out what two axes say"))
+        patched.setattr(any_shape, "values_for", lambda *_: pytest.fail("worked out what two axes say"))
         assert program(given["x"], given["mask"]).shape[:2] == (3, 11) and program.made == 1
     with pytest.raises(InputError, match=r"axis 0 is 9, outside batch 1\.\.8"):
         program(**arrays(9, 9))
@@ -534,6 +534,9 @@ def test_what_does_not_fit_is_refused(monkeypatch):
         program(given["x"][0], given["mask"])
     with pytest.raises(InputError, match="no value for dim 'length'"):
         program.at(batch=2)
+    with pytest.raises(InputError, match=r"3 values for 2 dims \(.*\)\n  try: there are batch, length"):
+        program.at(3, 11, 1)
+    assert program.at(3, 11) is program.at(3, length=11) is program.at(length=11, batch=3)
     with pytest.raises(InputError, match="batch = 0 is outside"):
         program.at(batch=0, length=4)
     with pytest.raises(InputError, match="has no size"):

@@ -16,7 +16,7 @@ from tilewright.errors import InputError
 from tilewright.ir.build import extents
 from tilewright.ir.dims import Scope, scope_of, solve
 from tilewright.ir.extent import Extent, extent_at
-from tilewright.ir.graph import Graph, Node, Op, label_of, toposort
+from tilewright.ir.graph import Graph, Node, Op, toposort
 from tilewright.ir.ops import Broadcast, Extents, Reshape, Slice
 from tilewright.ir.types import TensorType
 
@@ -26,12 +26,7 @@ def dims_of(graph: Graph) -> Scope | None:
     return scope_of(d for n in graph.inputs for d in n.tensor.shape)
 
 
-def values_for(graph: Graph, shapes: Mapping[str, Sequence[int]]) -> dict[str, int]:
-    """The values of a graph's dims, by name, for which its inputs have these shapes (`values_of`)."""
-    return values_of([(label_of(n), n.tensor) for n in graph.inputs], shapes, graph.name)
-
-
-def values_of(inputs: Iterable[tuple[str, TensorType]], shapes: Mapping[str, Sequence[int]], where: str) -> dict[str, int]:
+def values_for(inputs: Iterable[tuple[str, TensorType]], shapes: Mapping[str, Sequence[int]], where: str) -> dict[str, int]:
     """The values of dims, by name, for which inputs of these names and types have these shapes.
 
     Raises:

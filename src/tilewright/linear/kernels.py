@@ -191,11 +191,11 @@ class _Shared:
 
     Attributes:
         rows: the programs.
-        literals: the constants by name.
+        constants: the constants by name.
     """
 
     rows: AnyRows
-    literals: Mapping[str, Literal]
+    constants: Mapping[str, Node]
 
     @staticmethod
     def of(signature: Signature) -> _Shared | None:
@@ -208,7 +208,7 @@ class _Shared:
                     rows.table = _tables.get(signature) or _known_table(signature, target)
                 except _NoValueError:
                     return None
-                _shared[signature] = _Shared(rows, {name: cast("Const", n.op).data for name, n in constants.items()})
+                _shared[signature] = _Shared(rows, constants)
             return _shared[signature]
 
 
@@ -323,15 +323,15 @@ class Kernels:
         target = detect(self.signature.device)
         if self._gpu and len(rungs) > 1:
             compile_first(*self.to_build(rungs), target)
-        made, values, known = dict[int, Program](), dict[Literal, torch.Tensor](), dict[Node, "Value"]()
+        made, known = dict[int, Program](), dict[Node, "Value"]()
         if self._shared is not None:
             weight = self._weight()
-            values = {literal: value_of(weight, name) for name, literal in self._shared.literals.items()}
-        with unwritten(list(values.values())):
+            known |= {node: value_of(weight, name) for name, node in self._shared.constants.items()}
+        with unwritten(cast("list[torch.Tensor]", [*known.values()])):
             for rung in rungs:
                 if self._gpu:
                     compiled(self._rows.problems(rung), target)
-                made[rung] = self._rows.over(rung, values, known)
+                made[rung] = self._rows.over(rung, known)
         for program in made.values():
             program.own_graphs = False  # from the next line on
             program.drop_weights()  # what is packed is needed no more: the codes can be unpacked again
