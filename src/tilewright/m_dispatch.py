@@ -183,16 +183,11 @@ class AnyRows(AnyShape):
 
     def _posed(self, rows: int) -> tuple[Problem, Mapping[int, torch.Tensor]]:
         """The product for a number of rows and its weights."""
-        product, found = self._product(rows), dict[AnyProblem, Mapping[int, torch.Tensor]]()
-
-        def decide(problem: AnyProblem, weights: Mapping[int, torch.Tensor]) -> Decision:
-            found[problem] = weights
-            return by_reference(problem, self.target)
-
+        product = self._product(rows)
         with self._lock:
-            cut = self._cut({ROWS: rows})
-            self._program(cut, decide, {})
-        return product, found[product]
+            program = self._program(self._cut({ROWS: rows}), lambda p, _: by_reference(p, self.target), {})
+        (step,) = (s for s in program.steps if s.decision is not None and s.decision.problem == product)
+        return product, program.posed(step).weights
 
 
 @threaded
