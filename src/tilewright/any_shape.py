@@ -17,15 +17,17 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 from weakref import WeakSet
 
 import torch
 
+from tilewright.deadline import Budget
 from tilewright.errors import LOGGER, InputError, TypeMismatchError, UnsupportedError, counted, say
 from tilewright.hardware.target import Target
-from tilewright.ir.dims import MOST, Dim, Scope
+from tilewright.ir.dims import MOST, Dim, Scope, named
 from tilewright.ir.graph import Graph, Node, label_of
 from tilewright.ir.instance import instance_of, values_for
 from tilewright.ir.pattern import Trace
@@ -37,7 +39,8 @@ from tilewright.recent import Recent
 from tilewright.report.schema import Explain, Perf
 from tilewright.rules.calibrate import Layer
 from tilewright.runtime.partition import Part, decided, parts_for
-from tilewright.runtime.steps import Decide, Step
+from tilewright.runtime.prepare import chooser, prepare
+from tilewright.runtime.steps import Decide, Inner, Step
 from tilewright.schedule.buckets import PackingVariants, untimed
 from tilewright.schedule.candidate import Candidate, Kernel, Schedule, discover
 from tilewright.schedule.chooser import Chooser, Noting, OnePacking, Raced, packing_of
@@ -90,7 +93,7 @@ class Reading:
 
 
 @dataclass
-class _Region:
+class Region:
     """A reading, what is the same in all of its instances, and the choices made for some."""
 
     reading: Reading
@@ -104,7 +107,7 @@ class _Region:
         default_factory=dict[tuple[int, ...], tuple[Mapping[str, int], list[Part]]]
     )
 
-    def cut(self, made: Graph, became: Mapping[Node, Node], values: Mapping[str, int], target: Target) -> list[Part]:
+    def parts(self, made: Graph, became: Mapping[Node, Node], values: Mapping[str, int], target: Target) -> list[Part]:
         """An instance's parts: those of the last one in which the same nodes became one, where its values are near; which
         kernels take a fusion whole is asked of one of them alone."""
         nodes, first = self.reading.graph.nodes(), dict[Node, int]()
@@ -119,9 +122,43 @@ class _Region:
         return parts
 
 
+@dataclass(frozen=True)
+class Cut:
+    """An instance before kernels are chosen.
+
+    Attributes:
+        region: the reading that it is one of.
+        graph: that reading's, with numbers for extents.
+        parts: what it is cut into.
+        shape: what it is for.
+        keys: of the parts for which kernels compete, the nodes that are the same in all instances.
+    """
+
+    region: Region
+    graph: Graph
+    parts: Sequence[Part]
+    shape: Shape
+    keys: Mapping[Part, Key]
+
+    @cached_property
+    def of_problem(self) -> dict[AnyProblem, list[Key]]:
+        """The keys of the parts that pose each problem."""
+        found: dict[AnyProblem, list[Key]] = {}
+        for part, key in self.keys.items():
+            found.setdefault(part.posed[0], []).append(key)
+        return found
+
+    @cached_property
+    def source(self) -> Graph:
+        """The graph as read, with numbers for extents, and a note that says so."""
+        reading, values = self.region.reading, self.shape.values
+        shown = ", ".join(f"{name} = {value}" for name, value in values.items())
+        note = f"an instance for {shown} of a program with open extents, {reading.scope.words}"
+        made = instance_of(reading.source, values)[0]
+        return replace(made, notes=(*made.notes, note))
+
+
 Read = Callable[[Scope], Reading]
-Make = Callable[[Graph, Trace, Sequence[Part], Decide, "dict[Node, Value]"], Program]
-Search = Callable[[Graph, Sequence[Part], float, "TuningDatabase | None"], Chooser]
 
 
 class AnyShape:
@@ -134,61 +171,74 @@ class AnyShape:
         compiled: how many times the program was read and rewritten: once, unless a shape made rules decide otherwise.
         made: how many instances were made.
         background: a search goes on behind instances, also for kernels of those shapes alone that are called often.
+        threads: threads for calls on a CPU; None is torch's number, but no more than the machine has for this process.
     """
 
     target: Target
     compiled: int
     made: int
     background: bool
+    threads: int | None
 
     def __init__(
         self,
         first: Reading,
         read: Read,
-        make: Make,
-        search_for: Search,
         target: Target,
         *,
-        budget_s: float,
-        ends: float,
-        background: bool,
-        database: TuningDatabase | None,
-        threads: int | None,
+        inner: Inner | None = None,
+        budget: Budget | None = None,
+        background: bool = False,
+        database: TuningDatabase | None = None,
+        kept: int = KEPT,
+        threads: int | None = None,
     ) -> None:
         """Made by `compile(…, dims=…)`.
 
         Args:
             first: the program as read first.
             read: the program with the extents of a scope.
-            make: an instance: its graph, trace, parts, choice of kernels, and values that are known.
-            search_for: the choice of kernels within so many seconds.
             target: where it runs.
-            budget_s: seconds for all of it, and for a search behind an instance.
-            ends: when they are over (`time.monotonic`); nothing is measured or made beforehand any more then.
+            inner: compiles the regions of loops and branches.
+            budget: the time for all of it, and as many seconds for a search behind an instance.
             background: search on behind instances of shapes near which nothing was measured.
             database: what is known of problems.
+            kept: instances that are kept.
             threads: threads for calls on a CPU.
         """
-        self.target, self._threads, self._budget_s = target, threads, budget_s
-        self.background = background and budget_s > 0
-        self._read, self._make, self._search_for, self._database = read, make, search_for, database
-        self._kept = Recent[Values, Program](KEPT, self._forget)
+        self.target, self.threads, self._budget = target, threads, budget or Budget(0.0)
+        self.background = background and self._budget.seconds > 0
+        self._read, self._inner, self._database = read, inner, database
+        self._kept = Recent[Values, Program](kept, self._forget)
         self._decided = Recent[AnyProblem, Decision](MOST_DECIDED)
         self._ranging = WeakSet[Kernel]()  # those whose machine code is for ranges
         self._regions = [self._region(first)]
         self._met: Counter[Values] = Counter()
         self._special = Recent[Values, tuple[Step, ...]](SPECIAL, self._put_back)  # with their steps before
         self._lock = threading.RLock()
-        self._inputs = [(label_of(n), n.tensor) for n in caller_inputs(first.source)]
+        self._takes([(label_of(n), n.tensor) for n in caller_inputs(first.source)])
         self.compiled, self.made = 1, 0
-        if budget_s > 0 and not background:
+
+    def _takes(self, inputs: Sequence[tuple[str, TensorType]]) -> None:
+        """Note the inputs by name, and which axis of which each dim is, in the order of names."""
+        self._inputs, axes = inputs, dict[str, tuple[int, int]]()
+        for i, (_, t) in enumerate(inputs):
+            for axis, extent in enumerate(t.shape):
+                if (name := named(extent)) is not None:
+                    axes.setdefault(name, (i, axis))
+        self._axes = [(name, *axes.get(name, (len(inputs), 0))) for name in sorted(self.dims)]
+
+    def start(self) -> AnyShape:
+        """Measure some shapes and make kernels beforehand, as long as there is time, and give the program itself; without a
+        budget, or where a search goes on behind instances, make a first instance."""
+        scope, budget = self._regions[0].reading.scope, self._budget
+        if budget.seconds > 0 and not self.background:
             for part in ANCHORS:
-                left_s = ends - time.monotonic()
-                if left_s < LEAST_PART * budget_s and part != ANCHORS[0]:
+                if budget.left_s() < LEAST_PART * budget.seconds and part != ANCHORS[0]:
                     break
-                values = first.scope.within(part)
+                values = scope.within(part)
                 try:
-                    self._measure(values, left_s / (2 if part == ANCHORS[0] else 1))
+                    self._measure(values, budget.part(budget.left_s() / (2 if part == ANCHORS[0] else 1)))
                 except (InputError, UnsupportedError) as error:  # beyond what the model can do, which its dims do not say
                     if all(d.high < MOST for d in self.dims.values()):
                         raise
@@ -196,13 +246,14 @@ class AnyShape:
             longest_s = 0.0
             for part in PREPARED:
                 began = time.monotonic()
-                if began + longest_s < ends:
+                if began + longest_s < budget.ends:
                     with contextlib.suppress(InputError, UnsupportedError, TypeMismatchError):
-                        self.at(**first.scope.within(part))
+                        self.at(**scope.within(part))
                     longest_s = max(longest_s, time.monotonic() - began)
             return_memory()
         elif all(d.high < MOST for d in self.dims.values()):  # else nobody says where the middle is
             self.make_first()
+        return self
 
     def __repr__(self) -> str:
         """One line: the dims, where, and how many instances there are."""
@@ -214,7 +265,11 @@ class AnyShape:
         another shape near it is spared most of what its own takes."""
         if not self.made:
             with contextlib.suppress(InputError, UnsupportedError, TypeMismatchError):
-                self.at(**self._regions[0].reading.scope.within(ANCHORS[0]))
+                self.at(**self._middle)
+
+    @property
+    def _middle(self) -> dict[str, int]:
+        return self._regions[0].reading.scope.within(ANCHORS[0])
 
     @property
     def dims(self) -> dict[str, Dim]:
@@ -252,7 +307,17 @@ class AnyShape:
         Raises:
             InputError: an input is missing, unknown, or of a type or a shape that the program does not take.
         """
-        return self.at(**self.values_of(args, kwargs))(*args, **kwargs)
+        try:
+            found = self._kept.find(tuple([(name, args[i].shape[axis]) for name, i, axis in self._axes]))  # pyright: ignore[reportAttributeAccessIssue]
+        except (AttributeError, IndexError):  # given by name, or no array
+            found = None
+        if found is None or self.background:  # which counts calls
+            return self.at(**self.values_of(args, kwargs))(*args, **kwargs)
+        try:
+            return found(*args, **kwargs)
+        except InputError:
+            self.values_of(args, kwargs)  # says what is wrong with all shapes together
+            raise
 
     def values_of(self, args: Sequence[object], kwargs: Mapping[str, object]) -> dict[str, int]:
         """The values of the dims for arrays as they are given to a call.
@@ -262,14 +327,18 @@ class AnyShape:
         """
         given = dict(zip((name for name, _ in self._inputs), args, strict=False)) | dict(kwargs)
         shapes = {name: tuple(cast("Sequence[int]", getattr(a, "shape", ()))) for name, a in given.items()}
-        return values_for(self.source, shapes)
+        return values_for(self._inputs, shapes, self.source.name)
 
-    def at(self, **values: int) -> Program:
-        """The instance for values of the dims, by name.
+    def at(self, *in_order: int, **values: int) -> Program:
+        """The instance for values of the dims, in their order or by name.
 
         Raises:
             InputError: a value is missing, outside its bounds, or of no dim.
         """
+        if len(in_order) > len(self.dims):
+            what, hint = f"{len(in_order)} values for {counted(len(self.dims), 'dim')}", f"there are {', '.join(self.dims)}"
+            raise InputError(what, where=self.source.name, hint=hint)
+        values = {**dict(zip(self.dims, in_order, strict=False)), **values}
         if not values.keys() <= self.dims.keys():
             unknown, hint = min(values.keys() - self.dims.keys()), f"there are {', '.join(self.dims)}"
             raise InputError(f"no dim is called {unknown!r}", where=self.source.name, hint=hint)
@@ -316,11 +385,11 @@ class AnyShape:
         held = None if self._database is None else OnePacking(self._database, packings)
         parts = [s.part for s in program.steps]
 
-        def chooser() -> Chooser:
-            decide = self._search_for(program.graph, parts, min(self._budget_s, SPECIAL_S), held)
+        def searching() -> Chooser:
+            decide = chooser(program.graph, self.target, min(self._budget.seconds, SPECIAL_S), None, held, parts)
             return Raced(decide, before, self._ranging, self.target)
 
-        program.search_on(chooser)
+        program.search_on(searching)
 
     def measured(self, within_s: float, **values: int) -> Program:
         """The instance for values of the dims, by name, which is measured for so many seconds if there was none yet.
@@ -329,16 +398,16 @@ class AnyShape:
             InputError: a value is missing, or outside its bounds (`at`).
         """
         if within_s > 0 and all(name in values and values[name] in dim for name, dim in self.dims.items()):
-            self._measure(values, within_s)
+            self._measure(values, Budget(within_s))
         return self.at(**values)
 
     def explain(self, **values: int) -> Report[Explain]:
         """Account for every product of one instance, that of the middle of all ranges where no values are given."""
-        return self.at(**(values or self._regions[0].reading.scope.within(ANCHORS[0]))).explain()
+        return self.at(**(values or self._middle)).explain()
 
     def perf(self, **values: int) -> Report[Perf]:
         """Time one instance and its steps (`Program.perf`), that of the middle of all ranges where no values are given."""
-        return self.at(**(values or self._regions[0].reading.scope.within(ANCHORS[0]))).perf()
+        return self.at(**(values or self._middle)).perf()
 
     def __reduce__(self) -> str | tuple[Any, ...]:
         """Refuse to be pickled or copied: it holds what makes instances, with a lock and open files.
@@ -346,7 +415,7 @@ class AnyShape:
         Raises:
             UnsupportedError: always.
         """
-        values = ", ".join(f"{name}={value}" for name, value in self._regions[0].reading.scope.within(ANCHORS[0]).items())
+        values = ", ".join(f"{name}={value}" for name, value in self._middle.items())
         what = "a program with open extents is neither pickled nor copied"
         hint = f"compile it where it is needed; one instance can be: program.at({values})"
         raise UnsupportedError(what, where=self.source.name, hint=hint)
@@ -357,26 +426,25 @@ class AnyShape:
         Raises:
             UnsupportedError: always.
         """
-        values = ", ".join(f"{name}={value}" for name, value in self._regions[0].reading.scope.within(ANCHORS[0]).items())
+        values = ", ".join(f"{name}={value}" for name, value in self._middle.items())
         what = "a program with open extents is not saved: a file holds one for one shape"
         raise UnsupportedError(what, where=str(path), hint=f"program.at({values}).save(path), or other values")
 
-    def _measure(self, values: Mapping[str, int], within_s: float) -> None:
+    def _measure(self, values: Mapping[str, int], within: Budget) -> None:
         """Choose kernels for one shape by measuring, as for a program of it alone, but for the order of packed weights. Where
         there is no time to measure, they are those for ranges that a budget of 0 takes."""
-        until = time.monotonic() + within_s
 
-        def choice(region: _Region, graph: Graph, parts: Sequence[Part], keys: Mapping[Part, Key], shape: Shape) -> Decide:
-            of_problem, untimed = _keys_of(keys), self._choice(region, graph, parts, keys, shape)
-            decide = self._search_for(graph, parts, within_s, self._held(region, of_problem))
+        def choice(cut: Cut) -> Decide:
+            of_problem, untimed = cut.of_problem, self._choice(cut)
+            decide = chooser(cut.graph, self.target, within, None, self._held(cut), cut.parts)
 
             def chosen(problem: AnyProblem, weights: Mapping[int, torch.Tensor]) -> Decision:
-                decision = decide(problem, weights) if time.monotonic() < until else None
+                decision = decide(problem, weights) if time.monotonic() < within.ends else None
                 if decision is None or not decision.measured:
                     return untimed(problem, weights)
                 self._decided[problem] = decision
                 for key in of_problem.get(problem, ()):
-                    region.measured.setdefault(key, []).append(decision)
+                    cut.region.measured.setdefault(key, []).append(decision)
                 return decision
 
             return chosen
@@ -386,30 +454,26 @@ class AnyShape:
             if key not in self._kept:
                 self._kept[key] = self._instance(values, choice)
 
-    def _held(self, region: _Region, of_problem: Mapping[AnyProblem, Sequence[Key]]) -> TuningDatabase | None:
+    def _held(self, cut: Cut) -> TuningDatabase | None:
         """The tuning database, held to the order in which each product's weight is packed."""
         if self._database is None:
             return None
-        packings = {p: region.packings[k] for p, keys in of_problem.items() for k in keys if k in region.packings}
-        return OnePacking(self._database, packings)
+        packings = cut.region.packings
+        return OnePacking(self._database, {p: packings[k] for p, keys in cut.of_problem.items() for k in keys if k in packings})
 
-    def _searched_on(self, program: Program, region: _Region, parts: Sequence[Part], keys: Mapping[Part, Key]) -> None:
+    def _searched_on(self, program: Program, cut: Cut) -> None:
         """Search behind an instance near which nothing was measured; what is chosen serves further ones."""
-        of_problem = _keys_of(keys)
-        if all(self._near(region.measured, key, p, NEAR) is not None for p, some in of_problem.items() for key in some):
+        of_problem, measured = cut.of_problem, cut.region.measured
+        if all(self._near(measured, key, p, NEAR) is not None for p, some in of_problem.items() for key in some):
             return
 
-        def chooser() -> Chooser:
-            decide = self._search_for(program.graph, parts, self._budget_s, self._held(region, of_problem))
-            return Noting(decide, lambda p, d: [region.measured.setdefault(k, []).append(d) for k in of_problem.get(p, ())])
+        def searching() -> Chooser:
+            decide = chooser(program.graph, self.target, self._budget.seconds, None, self._held(cut), cut.parts)
+            return Noting(decide, lambda p, d: [measured.setdefault(k, []).append(d) for k in of_problem.get(p, ())])
 
-        program.search_on(chooser)
+        program.search_on(searching)
 
-    def _instance(
-        self,
-        values: Mapping[str, int],
-        choice: Callable[[_Region, Graph, Sequence[Part], Mapping[Part, Key], Shape], Decide],
-    ) -> Program:
+    def _cut(self, values: Mapping[str, int]) -> Cut:
         for region in self._regions:
             if not region.reading.scope.failing(values):
                 try:
@@ -420,50 +484,60 @@ class AnyShape:
         else:
             region = self._new_region(values)
             made, became = instance_of(region.reading.graph, values)
-        parts = region.cut(made, became, values, self.target)
+        parts = region.parts(made, became, values, self.target)
         came_from: dict[Node, Node] = {}
         for node, now in became.items():
             came_from.setdefault(now, node)
         keys = {p: tuple(came_from.get(n, n) for n in p.outputs) for p in parts if not p.once and decided(p)}
-        shape = Shape(values, came_from)
-        decide = choice(region, made, parts, keys, shape)
-        reading = region.reading
-        held = [v for v in region.constants.values() if isinstance(v, torch.Tensor)]
-        with unwritten(held, region.digests), limited(self._threads):
-            program = self._make(made, reading.trace, parts, decide, region.constants)
-        lasting = {n for n, now in became.items() if n is now}
-        for node in [n for n in region.constants if n not in lasting]:
+        return Cut(region, made, parts, Shape(values, came_from), keys)
+
+    def _program(self, cut: Cut, decide: Decide, known: dict[Node, Value]) -> Program:
+        """An instance whose kernels somebody chooses; `known` has values, as for `prepare`."""
+        reading, graph, inner = cut.region.reading, cut.graph, self._inner
+        with limited(self.threads):
+            how = graph, graph, self.target, reading.trace, decide, inner
+            program = prepare(*how, made=Program, parts=cut.parts, known=known)
+        program.read_source(lambda: cut.source)
+        program.layers, program.threads = reading.layers, self.threads
+        return program
+
+    def _instance(self, values: Mapping[str, int], choice: Callable[[Cut], Decide]) -> Program:
+        cut = self._cut(values)
+        region = cut.region
+        with unwritten([v for v in region.constants.values() if isinstance(v, torch.Tensor)], region.digests):
+            program = self._program(cut, choice(cut), region.constants)
+        for node in [n for n in region.constants if cut.shape.came_from.get(n) is not n]:  # those of this instance alone
             del region.constants[node]
-        shown = ", ".join(f"{name} = {value}" for name, value in values.items())
-        note = f"an instance for {shown} of a program with open extents, {reading.scope.words}"
-        program.read_source(lambda: _noted(instance_of(reading.source, values)[0], note))
-        program.layers, program.threads = reading.layers, self._threads
         for step in program.steps:
-            key = keys.get(step.part)
+            key = cut.keys.get(step.part)
             if key is not None and step.decision is not None:
                 region.taken.setdefault(key, []).append(step.decision)
                 family = packing_of(step.decision)
                 if family is not None:
                     region.packings.setdefault(key, family)
         codes = [code for r in self._regions for code in r.ranged.every]
-        watch(program, self._choice(region, made, parts, keys, shape), codes, self._give_up)
+        watch(program, self._choice(cut), codes, self._give_up)
         if self.background:
-            self._searched_on(program, region, parts, keys)
+            self._searched_on(program, cut)
         self.made += 1
         return program
 
-    def _region(self, reading: Reading) -> _Region:
+    def _region(self, reading: Reading) -> Region:
         ranged = RangedCodes(reading.graph, reading.scope, self.target, self._database, self._ranging, self._give_up)
-        return _Region(reading, ranged)
+        return Region(reading, ranged)
 
-    def _new_region(self, values: Mapping[str, int]) -> _Region:
+    def _new_region(self, values: Mapping[str, int]) -> Region:
         if len(self._regions) >= MOST_REGIONS:
             self._regions.pop(1)
         shown = ", ".join(f"{name} = {value}" for name, value in values.items())
+        first = self._regions[0].reading.scope
+        alone = first.fixed >= values.keys()  # its reader takes numbers
         few = [name for name, value in values.items() if value <= 1]  # which are not like others
-        like = _like(values, self._regions[0].reading.scope)
+        like = _like(values, first)
         tries = [(like, few), (values, few), (values, [*values])]
-        if like == values or self._regions[0].reading.scope.numbers:  # which is no other's example
+        if alone:
+            del tries[:-1]
+        elif like == values or first.numbers:  # which is no other's example
             del tries[0]
         for hints, fixed in tries:
             try:
@@ -477,7 +551,7 @@ class AnyShape:
             self.compiled += 1
             if not reading.scope.failing(values):
                 self._regions.append(self._region(reading))
-                if len(self._regions) == OFTEN:
+                if len(self._regions) == OFTEN and not alone:
                     say(f"{self.source.name}: {OFTEN} readings for {self.made} shapes by now: {self._decided_by()}")
                 return self._regions[-1]
         raise UnsupportedError(f"rules do not settle for {shown}", where=self.source.name, hint="compile for that shape alone")
@@ -491,14 +565,14 @@ class AnyShape:
         shown = [f"{who} by {guard}" for who, guard in list(seen.items())[:3]]
         return "; ".join(shown) + " (and so on) need others for others"
 
-    def _choice(self, region: _Region, graph: Graph, parts: Sequence[Part], keys: Mapping[Part, Key], shape: Shape) -> Decide:
+    def _choice(self, cut: Cut) -> Decide:
         """The choice of kernels without measuring: by the nearest shape that was measured, else by the cost model."""
-        of_problem, part_of = _keys_of(keys), {key: part for part, key in keys.items()}
+        part_of = {key: part for part, key in cut.keys.items()}
 
         def chosen(problem: AnyProblem, weights: Mapping[int, torch.Tensor]) -> Decision:
             if problem not in self._decided:
-                key = next(iter(of_problem.get(problem, ())), ())
-                self._decided[problem] = self._unmeasured(problem, weights, region, key, part_of.get(key), shape)
+                key = next(iter(cut.of_problem.get(problem, ())), ())
+                self._decided[problem] = self._unmeasured(problem, weights, cut, key, part_of.get(key))
             return self._decided[problem]
 
         return chosen
@@ -519,11 +593,11 @@ class AnyShape:
         self,
         problem: AnyProblem,
         weights: Mapping[int, torch.Tensor],
-        region: _Region,
+        cut: Cut,
         key: Key,
         part: Part | None,
-        shape: Shape,
     ) -> Decision:
+        region, shape = cut.region, cut.shape
         known, packing = self._database, region.packings.get(key)
         near = self._near(region.measured, key, problem, NEAR) or self._near(region.taken, key, problem, LIKE)
         if near is not None:
@@ -550,7 +624,7 @@ class AnyShape:
         return untimed(problem, self.target, weights, known, packing)
 
     def _built_before(
-        self, problem: AnyProblem, region: _Region, key: Key, candidate: Candidate | None, schedule: Schedule
+        self, problem: AnyProblem, region: Region, key: Key, candidate: Candidate | None, schedule: Schedule
     ) -> list[Schedule]:
         """The points of which there is code already for other shapes, on a GPU, for which compiling takes seconds: those of
         which the cost model expects no more than `WORSE` times the time of a point, the fastest first."""
@@ -601,17 +675,6 @@ def _moved(part: Part, to: Mapping[Node, Node]) -> Part:
     """The part of other nodes that one is of these."""
     nodes, inputs, outputs = (tuple(to[n] for n in some) for some in (part.nodes, part.inputs, part.outputs))
     return replace(part, nodes=nodes, inputs=inputs, outputs=outputs)
-
-
-def _noted(graph: Graph, note: str) -> Graph:
-    return replace(graph, notes=(*graph.notes, note))
-
-
-def _keys_of(keys: Mapping[Part, Key]) -> dict[AnyProblem, list[Key]]:
-    found: dict[AnyProblem, list[Key]] = {}
-    for part, key in keys.items():
-        found.setdefault(part.posed[0], []).append(key)
-    return found
 
 
 def _expected_us(candidate: Candidate, problem: AnyProblem, schedule: Schedule, target: Target) -> float | None:

@@ -12,7 +12,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from numbers import Real
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, cast, overload
+from typing import Any, Literal, cast, overload
 
 import torch
 from torch.utils._pytree import tree_leaves
@@ -25,7 +25,7 @@ from tilewright.hardware.detect import detect, one_of
 from tilewright.hardware.load import uncrowded
 from tilewright.hardware.target import Target
 from tilewright.ir.dims import Scope
-from tilewright.ir.graph import Graph, Node
+from tilewright.ir.graph import Graph
 from tilewright.ir.instance import dims_of
 from tilewright.ir.mesh import Mesh
 from tilewright.ir.ops import Call, Const
@@ -37,18 +37,14 @@ from tilewright.rules.calibrate import Layer, Scheme, calibrate
 from tilewright.rules.calibrate import quantize as quantize_graph
 from tilewright.rules.half import half as narrow
 from tilewright.rules.half import in_half, recognised
-from tilewright.runtime.partition import Part, parts_for
+from tilewright.runtime.partition import parts_for
 from tilewright.runtime.prepare import chooser, prepare
 from tilewright.runtime.programs import Place, content, place_of
-from tilewright.runtime.steps import Decide, graphs_of
+from tilewright.runtime.steps import graphs_of
 from tilewright.schedule.cache import user_cache
-from tilewright.schedule.chooser import Chooser
 from tilewright.schedule.tuning_database import TuningDatabase
 from tilewright.schedule.worker import begin
 from tilewright.threads import threaded
-
-if TYPE_CHECKING:
-    from tilewright.ir.graph import Value
 
 # In order. The rules of a stage settle together with the canonical ones, then its passes run; a stage's rules may be applied
 # in any order and give the same graph.
@@ -431,30 +427,22 @@ class _Compile:
         if database is None and target.kind != "cpu":
             database = TuningDatabase(target, None, excess_precision=self.excess_precision, ranges=True)
 
-        def made_for(graph: Graph, trace: Trace, parts: Sequence[Part], decide: Decide, known: dict[Node, Value]) -> Program:
-            def inner(region: Graph) -> Program:
-                found = Trace()
-                made = self._optimised(region, found)
-                return made_for(made, found, parts_for(made, target), chooser(made, target, 0.0, None, database), {})
+        def inner(region: Graph) -> Program:
+            found = Trace()
+            made = self._optimised(region, found)
+            return prepare(made, made, target, found, chooser(made, target, 0.0, None, database), inner, made=Program)
 
-            return prepare(graph, graph, target, trace, decide, inner, made=Program, parts=parts, known=known)
-
-        def measuring(graph: Graph, parts: Sequence[Part], within_s: float, known: TuningDatabase | None) -> Chooser:
-            within = within_s if self.background else self.budget.part(within_s)
-            return chooser(graph, target, within, None, known, parts)
-
-        return AnyShape(
+        made = AnyShape(
             read,
             self._read,
-            made_for,
-            measuring,
             target,
-            budget_s=self.budget.seconds,
-            ends=self.budget.ends,
+            inner=inner,
+            budget=self.budget,
             background=self.background,
             database=database,
             threads=self.threads,
         )
+        return made.start()
 
     def _for_one_shape(self, read: Reading, target: Target) -> Program:
         """A program whose extents are numbers: its kernels are chosen within the budget, and it is kept."""

@@ -1,29 +1,32 @@
-"""`compile_rows`: one product for any number of rows, as a server of language models meets it."""
+"""`compile_rows`: one product for any number of rows, as a server of language models meets it.
+
+It is a program with one open extent, its rows. Its kernels are chosen by a table over them (`schedule/buckets.py`), not by the
+nearest shape that was measured.
+"""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass
-from functools import lru_cache
-from typing import TypeVar
+from typing import TYPE_CHECKING
 
 import torch
 
+from tilewright.any_shape import MOST_DECIDED, AnyShape, Cut, Reading
 from tilewright.compiler import home, optimise
 from tilewright.deadline import Budget
-from tilewright.errors import InputError, UnsupportedError, check_type, counted
+from tilewright.errors import InputError, UnsupportedError, check_type
 from tilewright.hardware.detect import detect
 from tilewright.hardware.target import Target
-from tilewright.ir.graph import Graph, label_of
-from tilewright.ir.literal import Literal
+from tilewright.ir.dims import Dim, Scope
+from tilewright.ir.graph import Graph, Node, label_of
 from tilewright.ir.pattern import Trace
+from tilewright.ir.types import TensorType
 from tilewright.program import Program
 from tilewright.progress import Progress, said
 from tilewright.recent import Recent
-from tilewright.runtime.partition import Part, decided, parts_for
-from tilewright.runtime.prepare import prepare
+from tilewright.runtime.partition import Part
 from tilewright.schedule.ahead import Job
 from tilewright.schedule.buckets import Buckets, PackingVariants, bucketed, recalled, recorded, untimed
 from tilewright.schedule.cache import user_cache
@@ -32,143 +35,159 @@ from tilewright.schedule.record import Key
 from tilewright.schedule.search import Decision, by_reference
 from tilewright.schedule.tuning_database import TuningDatabase
 from tilewright.schedule.worker import begin
-from tilewright.threads import limited, threaded
+from tilewright.threads import threaded
+
+if TYPE_CHECKING:
+    from tilewright.ir.graph import Value
 
 MOST_ROWS = 4096
 DEFAULT_BUDGET_S = 60.0
 LEAST_S = 0.1  # for measuring, where reading took all of the time
 KEPT = 128  # numbers of rows whose kernels are kept ready
-MOST_DECIDED = 4096
+ROWS = "rows"
 GIVEN = "a function from a number of rows to the program for it: lambda rows: tilewright.load(…)"
 
 GraphAt = Callable[[int], Graph]
-T = TypeVar("T")
 
 # By problem, device and family: layers of one shape are searched and checked once.
 _decided = Recent[tuple[AnyProblem, str, str | None], Decision](MOST_DECIDED)
 _deciding = threading.RLock()
 
 
-class AnyRows:
+class AnyRows(AnyShape):
     """A program with one product, for any number of rows in a range: call it as one calls a `Program`.
 
-    The first call with a number of rows builds and checks its kernel, by the table (about 50 ms on a CPU, less where its object
-    code is in the cache); the next ones look it up. The packed weight is one for all of them. Programs that differ in their
-    weights alone share what was decided and checked.
+    It is an `AnyShape` with one dim, "rows". The first call with a number of rows builds and checks its kernel, by the table
+    (about 50 ms on a CPU, less where its object code is in the cache); the next ones look it up. The packed weight is one for
+    all of them. Programs that differ in their weights alone share what was decided and checked.
 
     Attributes:
         table: which kernel serves which rows; None if nothing was measured: then the first that passes its check serves.
-        target: where it runs.
-        threads: threads for calls on a CPU; None is torch's number, but no more than the machine has for this process.
     """
 
     table: Buckets | None
-    target: Target
-    threads: int | None
 
-    def __init__(self, graph_at: GraphAt, table: Buckets | None, target: Target, threads: int | None = None) -> None:
-        self.table, self.target, self.threads = table, target, threads
-        first, last = (1, MOST_ROWS) if table is None else (table.buckets[0].first, table.buckets[-1].last)
-        self._graph_at = graph_at
-        self._kept, self._cut = Recent[int, Program](KEPT), Recent[int, _Cut](KEPT)
-        self._lock = threading.Lock()
-        self._names, self._place = _varying_axis(graph_at(first), graph_at(last))
+    def __init__(
+        self,
+        graph_at: GraphAt,
+        target: Target | None,
+        first: int = 1,
+        last: int = MOST_ROWS,
+        *,
+        dims: bool = False,
+        threads: int | None = None,
+    ) -> None:
+        """Made by `compile_rows`, with whose arguments; without a table, and on the device where the weights lie if `target` is
+        None."""
+        rows = Dim(ROWS, first, last)
 
-    def __repr__(self) -> str:
-        """One line: for how many rows, where, and how many ranges have a kernel of their own."""
-        span = "any number of rows, nothing measured"
-        if self.table is not None:
-            first, last = self.table.buckets[0].first, self.table.buckets[-1].last
-            span = f"{first:,} to {last:,} rows in {counted(len(self.table.buckets), 'range')}"
-        return f"<tilewright program for {span} on {self.target.device}>"
+        def read(scope: Scope) -> Reading:
+            number = scope.expect({}, () if dims else (ROWS,)).extent(rows)
+            source, trace = graph_at(number), Trace()
+            check_type(source, Graph, f"graph_at({number})", GIVEN)
+            return Reading(source, optimise(source, trace), trace, (), scope)
 
-    def at(self, rows: int) -> Program:
-        """The program for a number of rows.
+        reading = read(Scope().expect({} if dims else {ROWS: first}))
+        super().__init__(reading, read, target or detect(home(reading.source)), kept=KEPT, threads=threads)
+        self.table, self._rows = None, rows
+        self._cuts = Recent[int, Cut](KEPT)
+        if not dims:
+            self._takes(_opened(reading.source, self._cut({ROWS: last}).region.reading.source, rows))
+        if not any(t.open for t in self.input_types.values()):
+            what = "no input changes with the number of rows"
+            raise InputError(what, where=reading.source.name, hint="the left operand's rows")
+
+    def over(self, rows: int, known: dict[Node, Value]) -> Program:
+        """The program for a number of rows with other values of its constants; it is the caller's to keep. `known` has these
+        values, and is given what is computed from them.
 
         Raises:
             InputError: the table does not reach it.
         """
         with self._lock:
-            found = self._kept.find(rows)
-            if found is None:
-                found = self._kept[rows] = self._over(rows, {})
-            return found
-
-    def over(self, rows: int, constants: Mapping[Literal, torch.Tensor]) -> Program:
-        """The program for a number of rows with other values of its constants; it is the caller's to keep.
-
-        Raises:
-            InputError: the table does not reach it.
-        """
-        with self._lock:
-            return self._over(rows, constants)
-
-    def _over(self, rows: int, constants: Mapping[Literal, torch.Tensor]) -> Program:
-        cut = self._cut_for(rows)
-        decide = self._decide(rows)
-        with limited(self.threads):
-            program = prepare(
-                cut.source, cut.graph, self.target, cut.trace, decide, made=Program, parts=cut.parts, constants=constants
-            )
-        program.threads = self.threads
-        return program
-
-    def _cut_for(self, rows: int) -> _Cut:
-        found = self._cut.find(rows)
-        if found is None:
-            found = self._cut[rows] = _Cut.of(self._graph_at(rows), self.target)
-        return found
+            cut = self._cut({ROWS: rows})
+            return self._program(cut, self._choice(cut), known)
 
     def problems(self, rows: int) -> list[AnyProblem]:
         """The problems that the program for a number of rows poses."""
         with self._lock:
-            return self._cut_for(rows).problems
+            return [p.posed[0] for p in self._cut({ROWS: rows}).keys]
 
     def to_build(self, rows: int) -> tuple[list[AnyProblem], list[Job]]:
         """The problems for a number of rows that nobody has chosen a kernel for, in this process or another; and the points
         that came with the package, where nobody has built them."""
-        with self._lock:
-            family = self._family(rows)
-            asked = [p for p in self._cut_for(rows).problems if self._key(p, family) not in _decided]
-            if not asked:
-                return [], []
-            known = TuningDatabase(self.target, user_cache(), family="" if family is None else family.name)
-            return [p for p in asked if not known.known(p, 0)], [*known.to_build(asked)]
+        family = self._family(rows)
+        asked = [p for p in self.problems(rows) if self._key(p, family) not in _decided]
+        if not asked:
+            return [], []
+        known = TuningDatabase(self.target, user_cache(), family="" if family is None else family.name)
+        return [p for p in asked if not known.known(p, 0)], [*known.to_build(asked)]
 
-    def __call__(self, *args: object, **kwargs: object) -> object:
-        """Run it on arrays; one input's extent says how many rows there are.
+    def tune(self, budget: Budget, *, cache: bool, progress: Progress | None) -> None:
+        """Make the table, or read back that of a process that had as much time, as `compile_rows` does."""
+        known = TuningDatabase(self.target, user_cache() if cache and budget.seconds > 0 else None)
+        first, last, key = self._rows.low, self._rows.high, self._place(known)
+        with known.alone_with_rows(key, budget.seconds):
+            if not self.recall(budget.seconds, known):
+                begin()
+                left_s = max(LEAST_S, budget.left_s()) if budget.seconds > 0 else budget.seconds  # which it refuses
+                self.table = bucketed(self._posed, self.target, first=first, last=last, budget_s=left_s, progress=progress)
+                known.keep_rows(recorded(self.table, key, budget.seconds))
 
-        Raises:
-            InputError: an input is missing, unknown, or of another shape or type, or has more rows than the table.
-        """
-        index, axis = self._place
-        name = self._names[index]
-        given = args[index] if index < len(args) else kwargs.get(name)
-        if given is None:
-            raise InputError(f"no value for input {name!r}", hint="its rows say which kernel runs")
-        shape = tuple(getattr(given, "shape", ()))
-        if len(shape) <= axis:
-            raise InputError(f"input {name!r} has shape {list(shape)}", hint=f"axis {axis} holds the rows")
-        return self.at(shape[axis])(*args, **kwargs)
+    def recall(self, budget_s: float = 0.0, known: TuningDatabase | None = None) -> bool:
+        """Take the table that any process measured for these rows in so many seconds or more; tell whether there is one."""
+        known = known or TuningDatabase(self.target, user_cache())
+        found = known.rows(self._place(known), budget_s)
+        self.table = None if found is None else recalled(found, self._product, self.target)
+        return self.table is not None
 
-    def _decide(self, rows: int) -> Callable[[AnyProblem, Mapping[int, torch.Tensor]], Decision]:
-        def decide(problem: AnyProblem, weights: Mapping[int, torch.Tensor]) -> Decision:
-            family = self._family(rows) if isinstance(problem, Problem) else None
-            key = self._key(problem, family)
-            with _deciding:
-                found = _decided.find(key)
-                if found is None:
-                    known = TuningDatabase(self.target, user_cache())
-                    found = _decided[key] = untimed(problem, self.target, weights, known, family)
-                return found
+    def _cut(self, values: Mapping[str, int]) -> Cut:
+        found = self._cuts.find(values[ROWS])
+        if found is None:
+            found = self._cuts[values[ROWS]] = super()._cut(values)
+        return found
 
-        return decide
+    def _unmeasured(
+        self, problem: AnyProblem, weights: Mapping[int, torch.Tensor], cut: Cut, key: tuple[Node, ...], part: Part | None
+    ) -> Decision:
+        """The kernel by the table; what the cost model names first, if there is none."""
+        family = self._family(cut.shape.values[ROWS]) if isinstance(problem, Problem) else None
+        at = self._key(problem, family)
+        with _deciding:
+            found = _decided.find(at)
+            if found is None:
+                found = _decided[at] = untimed(problem, self.target, weights, TuningDatabase(self.target, user_cache()), family)
+            return found
 
     def _family(self, rows: int) -> PackingVariants | None:
         return None if self.table is None else self.table.at(rows).family
 
     def _key(self, problem: AnyProblem, family: PackingVariants | None) -> tuple[AnyProblem, str, str | None]:
         return problem, self.target.device, None if family is None else family.name
+
+    def _product(self, rows: int) -> Problem:
+        """The product for a number of rows.
+
+        Raises:
+            UnsupportedError: there is none, or several.
+        """
+        found = [p for p in self.problems(rows) if isinstance(p, Problem)]
+        if len(found) != 1:
+            hint = "a table over the rows is made for a program with one product"
+            raise UnsupportedError(f"{len(found)} products", where=self.source.name, hint=hint)
+        return found[0]
+
+    def _place(self, known: TuningDatabase) -> Key:
+        ends = self._rows.low, self._rows.high
+        return known.key_of_rows(*ends, [self._product(rows) for rows in ends])
+
+    def _posed(self, rows: int) -> tuple[Problem, Mapping[int, torch.Tensor]]:
+        """The product for a number of rows and its weights."""
+        product = self._product(rows)
+        with self._lock:
+            program = self._program(self._cut({ROWS: rows}), lambda p, _: by_reference(p, self.target), {})
+        (step,) = (s for s in program.steps if s.decision is not None and s.decision.problem == product)
+        return product, program.posed(step).weights
 
 
 @threaded
@@ -177,6 +196,7 @@ def compile_rows(
     *,
     first: int = 1,
     last: int = MOST_ROWS,
+    dims: bool = False,
     device: str | torch.device | None = None,
     budget_s: float = DEFAULT_BUDGET_S,
     cache: bool = True,
@@ -188,6 +208,8 @@ def compile_rows(
     Args:
         graph_at: the program for a number of rows, asked for once for each; its constants are the same memory for all.
         first, last: the range, of two numbers of rows at least.
+        dims: `graph_at` takes an extent that stays open in place of a number (`Scope.extent`); it is then asked once, or once
+            for each way in which it decides by the rows.
         device: "cpu", "cuda" or "cuda:1", or a torch device; None is where the weights lie.
         budget_s: seconds by the clock for all of it, more than 0: numbers of rows that there is no time for go with their
             neighbours.
@@ -208,102 +230,17 @@ def compile_rows(
     budget, told = Budget(budget_s), f"measuring which kernels serve {first} to {last:,} rows"
     with nullcontext(progress) if progress is not None else said(told, budget.ends) as progress:
         target = None if device is None else detect(device)
-        graph_at = lru_cache(KEPT)(graph_at)  # tracing a torch module takes most of a second, and races ask for it again
-        for rows in (first, last):
-            check_type(graph_at(rows), Graph, f"graph_at({rows})", GIVEN)
-        target = target or detect(home(graph_at(first)))
-        _varying_axis(graph_at(first), graph_at(last))
-
-        def measured() -> Buckets:
-            begin()
-            left_s = max(LEAST_S, budget.left_s()) if budget_s > 0 else budget_s  # which it refuses
-            posed_at = lambda m: _posed(graph_at(m), target)  # noqa: E731
-            return bucketed(posed_at, target, first=first, last=last, budget_s=left_s, progress=progress)
-
-        if not cache or not budget_s > 0:
-            return AnyRows(graph_at, measured(), target, threads)
-        known = TuningDatabase(target, user_cache())
-        key = known.key_of_rows(first, last, [_product(graph_at(rows), target) for rows in (first, last)])
-        with known.alone_with_rows(key, budget_s):
-            table = _recalled(graph_at, target, known, key, budget_s)
-            if table is None:
-                table = measured()
-                known.keep_rows(recorded(table, key, budget_s))
-        return AnyRows(graph_at, table, target, threads)
+        program = AnyRows(graph_at, target, first, last, dims=dims, threads=threads)
+        program.tune(budget, cache=cache, progress=progress)
+    return program
 
 
-def known_rows(graph_at: GraphAt, target: Target, last: int) -> Buckets | None:
-    """The table that `compile_rows` measured for 1 to `last` rows of a program, in any process; None if there is none."""
-    known = TuningDatabase(target, user_cache())
-    key = known.key_of_rows(1, last, [_product(graph_at(rows), target) for rows in (1, last)])
-    return _recalled(graph_at, target, known, key, 0.0)
+def _opened(one: Graph, other: Graph, rows: Dim) -> list[tuple[str, TensorType]]:
+    """The inputs of programs for the least and the greatest number of rows by name, with extents that change left open."""
+    number = Scope().extent(rows)
+    types = [(label_of(n), n.tensor, m.shape) for n, m in zip(one.inputs, other.inputs, strict=True)]
 
+    def extent(low: int, high: int) -> int:
+        return low + (high - low) // (rows.high - rows.low) * (number - rows.low)
 
-def _recalled(graph_at: GraphAt, target: Target, known: TuningDatabase, key: Key, budget_s: float) -> Buckets | None:
-    found = known.rows(key, budget_s)
-    return None if found is None else recalled(found, lambda m: _product(graph_at(m), target), target)
-
-
-@dataclass(frozen=True)
-class _Cut:
-    """A program as read and as rewritten, with what the rules did, and what it is cut into."""
-
-    source: Graph
-    graph: Graph
-    trace: Trace
-    parts: tuple[Part, ...]
-
-    @staticmethod
-    def of(source: Graph, target: Target) -> _Cut:
-        trace = Trace()
-        graph = optimise(source, trace)
-        return _Cut(source, graph, trace, tuple(parts_for(graph, target)))
-
-    @property
-    def problems(self) -> list[AnyProblem]:
-        return [p.posed[0] for p in self.parts if decided(p)]
-
-
-def _product(source: Graph, target: Target) -> Problem:
-    """The product of a program.
-
-    Raises:
-        UnsupportedError: it holds none, or several.
-    """
-    return _only([p for p in _Cut.of(source, target).problems if isinstance(p, Problem)], source)
-
-
-def _only(found: Sequence[T], source: Graph) -> T:
-    if len(found) != 1:
-        raise UnsupportedError(
-            f"{len(found)} products", where=source.name, hint="a table over the rows is made for a program with one product"
-        )
-    return found[0]
-
-
-def _posed(source: Graph, target: Target) -> tuple[Problem, Mapping[int, torch.Tensor]]:
-    """The product of a program and its weights."""
-    found: list[tuple[Problem, Mapping[int, torch.Tensor]]] = []
-
-    def decide(problem: AnyProblem, weights: Mapping[int, torch.Tensor]) -> Decision:
-        if isinstance(problem, Problem):
-            found.append((problem, weights))
-        return by_reference(problem, target)
-
-    cut = _Cut.of(source, target)
-    prepare(cut.source, cut.graph, target, cut.trace, decide, made=Program, parts=cut.parts)
-    return _only(found, source)
-
-
-def _varying_axis(one: Graph, other: Graph) -> tuple[list[str], tuple[int, int]]:
-    """Names of the inputs, and the first of them whose shape changes with the rows, with the axis.
-
-    Raises:
-        InputError: none does.
-    """
-    names = [label_of(n) for n in one.inputs]
-    for index, (a, b) in enumerate(zip(one.inputs, other.inputs, strict=True)):
-        for axis, (x, y) in enumerate(zip(a.shape, b.shape, strict=True)):
-            if x != y:
-                return names, (index, axis)
-    raise InputError("no input changes with the number of rows", where=one.name, hint="the left operand's rows")
+    return [(name, t.with_shape(map(extent, t.shape, last))) for name, t, last in types]

@@ -509,14 +509,24 @@ def test_calls_from_several_threads_make_one_instance():
     assert all((f == found[0]).all() for f in found)
 
 
-def test_what_does_not_fit_is_refused():
+def test_a_shape_is_measured_for_as_long_as_is_asked_for_it():
+    """Whatever time compiling had."""
     program = compile(encoder(), dims={"batch": (1, 8), "length": (2, 64)}, budget_s=0)
-    given = arrays(2, 9)
+    measured = [s.decision.measured for s in program.measured(0.5, batch=2, length=4).steps if s.decision is not None]
+    assert any(measured) and not any(s.decision.measured for s in program.at(batch=3, length=11).steps if s.decision)
+
+
+def test_what_does_not_fit_is_refused(monkeypatch):
+    program = compile(encoder(), dims={"batch": (1, 8), "length": (2, 64)}, budget_s=0)
+    given = arrays(3, 11)
+    with monkeypatch.context() as patched:
+        patched.setattr(any_shape, "values_for", lambda *_: pytest.fail("worked out what two axes say"))
+        assert program(given["x"], given["mask"]).shape[:2] == (3, 11) and program.made == 1
     with pytest.raises(InputError, match=r"axis 0 is 9, outside batch 1\.\.8"):
         program(**arrays(9, 9))
     with pytest.raises(InputError, match=r"axis 1 is 1, outside length 2\.\.64"):
         program(**arrays(2, 1))
-    with pytest.raises(InputError, match="axis 1 is 8, and length is 9 here"):
+    with pytest.raises(InputError, match="axis 1 is 8, and length is 11 here"):
         program(given["x"], given["mask"][:, :8])
     with pytest.raises(InputError, match="no value for input 'mask'"):
         program(given["x"])
@@ -524,6 +534,9 @@ def test_what_does_not_fit_is_refused():
         program(given["x"][0], given["mask"])
     with pytest.raises(InputError, match="no value for dim 'length'"):
         program.at(batch=2)
+    with pytest.raises(InputError, match=r"3 values for 2 dims \(.*\)\n  try: there are batch, length"):
+        program.at(3, 11, 1)
+    assert program.at(3, 11) is program.at(3, length=11) is program.at(length=11, batch=3)
     with pytest.raises(InputError, match="batch = 0 is outside"):
         program.at(batch=0, length=4)
     with pytest.raises(InputError, match="has no size"):

@@ -15,11 +15,13 @@ from w4_problems import posed as w4_problem
 
 import tilewright
 from tilewright.cli.verbs import cli
+from tilewright.dtype import F32
 from tilewright.errors import InputError, UnsupportedError
 from tilewright.hardware.detect import detect
-from tilewright.ir.build import const
+from tilewright.ir.build import const, input_, map_, reshape
 from tilewright.ir.graph import Graph, substitute
 from tilewright.ir.notation import parse
+from tilewright.ir.ops import gemm
 from tilewright.schedule import buckets as module
 from tilewright.schedule.buckets import Bucket, PackingVariants, bucketed
 from tilewright.schedule.candidate import Kernel, Refusal, Schedule, plan_for, refusal
@@ -264,12 +266,34 @@ def test_a_program_for_any_number_of_rows():
     assert len(asked) == len({*asked}) and {1, 2, 3, 17, 39, 40} <= {*asked}  # it may take a second to read it once
     assert isinstance(program(np.ones((2, 96), np.float32)), np.ndarray)
     assert len(program.table.packings) <= 2
-    with pytest.raises(InputError, match="41 rows are outside the table, 1 to 40"):
+    with pytest.raises(InputError, match=r"axis 0 is 41, outside rows 1\.\.40"):
         program(torch.randn(41, 96))
+    with pytest.raises(InputError, match=r"rows = 41 is outside rows 1\.\.40"):
+        program.at(41)
     with pytest.raises(InputError, match="no value for input 'a'"):
         program()
-    with pytest.raises(InputError, match=r"input 'a' has shape \[\]"):
+    with pytest.raises(InputError, match=r"shape \[\] given, f32\[rows,96\] wanted"):
         program(torch.tensor(1.0))
+
+
+def test_a_graph_of_open_rows_is_read_once_for_each_way_in_which_it_decides_by_them():
+    asked = []
+
+    def at(rows):
+        asked.append(rows)
+        x = input_("x", F32, (2, rows, 96))
+        product = gemm(reshape(x, (2 * rows, 96)), const(WEIGHT))
+        return Graph("open", (x,), (map_("tanh" if rows <= 32 else "relu", product),), ("y",))
+
+    program = tilewright.compile_rows(at, last=64, dims=True, budget_s=0.2)
+    for rows in (1, 3, 32, 33, 64):
+        x = torch.randn(2, rows, 96)
+        wanted = torch.tanh(x @ WEIGHT) if rows <= 32 else torch.relu(x @ WEIGHT)
+        torch.testing.assert_close(program(x), wanted.reshape(-1, 128), rtol=1e-4, atol=1e-4)
+    assert len(asked) == program.compiled == 2 and program.made == 5
+    assert str(program.input_types["x"]) == "f32[2,rows,96]"
+    by_number = tilewright.compile_rows(at, last=4, budget_s=0.1)
+    assert by_number(x[:, :3]).shape == (6, 128) and str(by_number.input_types["x"]) == "f32[2,rows,96]"
 
 
 def test_programs_that_no_table_is_made_for():

@@ -253,7 +253,7 @@ def test_an_instance_is_the_graph_read_at_those_extents_before_rules_and_equal_a
     scope = Scope()
     graph = verify(program(names, scope.extent(Dim("b", 1, 64)), scope.extent(Dim("s", 1, 99))))
     values = {"b": b, "s": s}
-    assert values_for(graph, {"x": (b, s, HIDDEN)}) == values
+    assert values_for([("x", graph.inputs[0].tensor)], {"x": (b, s, HIDDEN)}, "g") == values
     plain = program(names, b, s)
     if not scope.failing(values):
         assert verify(instance(graph, values)).outputs[0].type == plain.outputs[0].type

@@ -12,6 +12,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from ptx import H200
 from torch._dynamo.backends.debugging import aot_eager
 from torch.autograd import forward_ad
 from torch.library import opcheck
@@ -296,6 +297,22 @@ def test_exported_programs_hold_it():
     exported = torch.export.export(model, (torch.randn(3, 64),), dynamic_shapes=({0: rows},))
     x = torch.randn(6, 64)
     torch.testing.assert_close(exported.module()(x), model(x))
+
+
+@pytest.mark.parametrize("scheme", ["w4g32", "w4g32z", "a8w8", "f4g32"])
+@pytest.mark.parametrize("target", [detect("cpu"), H200], ids=["cpu", "H200"])
+def test_an_open_graph_poses_the_problems_of_each_number_of_rows(target, scheme, monkeypatch):
+    """Choices are kept, and come with the package, by problem. On Hopper few rows have another graph."""
+    pytest.importorskip("triton")
+    model = torch.nn.Sequential(torch.nn.Linear(96, 64).bfloat16())
+    tilewright.quantize_(model, scheme)
+    signature = model[0].kernels(None).signature
+    monkeypatch.setattr(kernels, "detect", lambda device: target)
+    at = kernels.graph_at(signature, kernels.constants_of(signature, lambda name: kernels.value_of(model[0].weight, name)))
+    by_number, of_open = kernels.AnyRows(at, target), kernels.AnyRows(at, target, dims=True)
+    for rows in (1, 2, 8, 32, 48, 512, 4096):
+        assert of_open.problems(rows) == by_number.problems(rows)
+    assert of_open.compiled == 1 + kernels.keeps_digits(signature, 1) and by_number.compiled == 7
 
 
 def test_a_table_over_the_rows_serves_layers_made_later(monkeypatch):

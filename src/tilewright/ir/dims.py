@@ -148,6 +148,7 @@ class Scope:
         assumed: answers for extents that were taken to be more than one. 1 is no case of its own: what is right for several
             elements is right for one, but for a program that compares an extent with 1 or 2 itself.
         strict: extents that differ for the hints are guarded, too.
+        fixed: dims that are numbers, those of their hints.
     """
 
     dims: dict[str, Dim] = field(default_factory=dict[str, Dim])
@@ -156,14 +157,14 @@ class Scope:
     differing: dict[Guard, None] = field(default_factory=dict["Guard", None])
     assumed: dict[Guard, None] = field(default_factory=dict["Guard", None])
     strict: bool = False
+    fixed: set[str] = field(default_factory=set[str])
     _asked: dict[str, int] = field(default_factory=dict[str, int])
-    _fixed: set[str] = field(default_factory=set[str])
     _numbers: dict[Guard, str | None] = field(default_factory=dict["Guard", "str | None"])  # that code asked for
 
     def expect(self, hints: Mapping[str, int], fixed: Iterable[str] = ()) -> Scope:
         """The scope itself, which takes these hints for dims yet to come; those that are `fixed` are these numbers."""
         self._asked.update(hints)
-        self._fixed.update(fixed)
+        self.fixed.update(fixed)
         return self
 
     def extent(self, dim: Dim) -> int:
@@ -185,7 +186,7 @@ class Scope:
             asked = self._asked.get(dim.name)
             self.hints[dim.name] = asked if asked is not None and asked in dim else _hint(dim, self.hints.values())
         name = dim.name
-        if name in self._fixed:
+        if name in self.fixed:
             value = self.hints[name]
             if not any(str(g) == f"{name} is {value}" for g in self.guards):
                 self.found(f"{name} is {value}", lambda values: values[name] == value)
@@ -346,7 +347,7 @@ def solve(shapes: Sequence[tuple[str, Sequence[int], Sequence[int]]]) -> dict[st
                 continue
             dim = extent.scope.dims[called]
             if value not in dim:
-                hint = "compile with wider bounds (dims=…)"
+                hint = "compile with wider bounds"
                 raise InputError(f"axis {axis} is {value}, outside {dim}", where=f"input {name!r}", hint=hint)
             values[called] = value
     for name, axis, extent, value in later:

@@ -12,10 +12,11 @@ from typing import Any, cast
 
 import torch
 
+from tilewright.errors import InputError
 from tilewright.ir.build import extents
 from tilewright.ir.dims import Scope, scope_of, solve
 from tilewright.ir.extent import Extent, extent_at
-from tilewright.ir.graph import Graph, Node, Op, label_of, toposort
+from tilewright.ir.graph import Graph, Node, Op, toposort
 from tilewright.ir.ops import Broadcast, Extents, Reshape, Slice
 from tilewright.ir.types import TensorType
 
@@ -25,24 +26,21 @@ def dims_of(graph: Graph) -> Scope | None:
     return scope_of(d for n in graph.inputs for d in n.tensor.shape)
 
 
-def values_for(graph: Graph, shapes: Mapping[str, Sequence[int]]) -> dict[str, int]:
-    """The values of a graph's dims, by name, for which its inputs have these shapes.
+def values_for(inputs: Iterable[tuple[str, TensorType]], shapes: Mapping[str, Sequence[int]], where: str) -> dict[str, int]:
+    """The values of dims, by name, for which inputs of these names and types have these shapes.
 
     Raises:
         InputError: a shape is missing, has another rank, or is none that the dims allow.
     """
-    from tilewright.errors import InputError
-
     given: list[tuple[str, Sequence[int], Sequence[int]]] = []
-    for node in graph.inputs:
-        name = label_of(node)
-        if not node.tensor.open:
+    for name, t in inputs:
+        if not t.open:
             continue
         if name not in shapes:
-            raise InputError(f"no value for input {name!r}", where=graph.name, hint=f"it is {node.type}")
-        if len(shapes[name]) != node.tensor.rank:
-            raise InputError(f"shape {list(shapes[name])} given, {node.type} wanted", where=f"input {name!r}")
-        given.append((name, node.shape, shapes[name]))
+            raise InputError(f"no value for input {name!r}", where=where, hint=f"it is {t}")
+        if len(shapes[name]) != t.rank:
+            raise InputError(f"shape {list(shapes[name])} given, {t} wanted", where=f"input {name!r}")
+        given.append((name, t.shape, shapes[name]))
     return solve(given)
 
 

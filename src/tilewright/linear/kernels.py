@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 
@@ -25,7 +25,7 @@ from tilewright.ir.graph import Graph, Node
 from tilewright.ir.literal import Literal
 from tilewright.ir.ops import Const
 from tilewright.ir.types import TensorType
-from tilewright.m_dispatch import MOST_ROWS, AnyRows, compile_rows, known_rows
+from tilewright.m_dispatch import MOST_ROWS, AnyRows, compile_rows
 from tilewright.program import Program
 from tilewright.progress import Progress
 from tilewright.runtime.quantized_weight import QuantizedWeight
@@ -33,6 +33,9 @@ from tilewright.schedule.ahead import Ahead, Job
 from tilewright.schedule.buckets import Buckets
 from tilewright.schedule.packed import unwritten
 from tilewright.schedule.problem import AnyProblem
+
+if TYPE_CHECKING:
+    from tilewright.ir.graph import Value
 
 FEW_ROWS = 32  # for which kernels on Hopper scale sums rather than weights
 MOST_ROWS_OF_A_CPU = 512  # where a row costs the same in any number of them, and checking a kernel takes seconds
@@ -117,7 +120,8 @@ def value_of(weight: QuantizedWeight, name: str) -> torch.Tensor:
 
 
 def graph_at(signature: Signature, constants: Mapping[str, Node]) -> Callable[[int], Graph]:
-    """The product as a program for each number of rows: inputs x [rows, in] and bias [out], result [rows, out] of x's type.
+    """The product as a program for each number of rows, or for an open one: inputs x [rows, in] and bias [out], result
+    [rows, out] of x's type.
 
     For few rows weights are not rounded to x's type once they are scaled, where a kernel scales sums of codes instead: that is
     more exact, and faster (`keeps_digits`).
@@ -187,11 +191,11 @@ class _Shared:
 
     Attributes:
         rows: the programs.
-        literals: the constants by name.
+        constants: the constants by name.
     """
 
     rows: AnyRows
-    literals: Mapping[str, Literal]
+    constants: Mapping[str, Node]
 
     @staticmethod
     def of(signature: Signature) -> _Shared | None:
@@ -200,11 +204,11 @@ class _Shared:
             if signature not in _shared:
                 try:
                     constants, target = constants_of(signature, _no_value), detect(signature.device)
-                    table = _tables.get(signature) or _known_table(signature, target)
-                    rows = AnyRows(graph_at(signature, constants), table, target)
+                    rows = AnyRows(graph_at(signature, constants), target, dims=True)
+                    rows.table = _tables.get(signature) or _known_table(signature, target)
                 except _NoValueError:
                     return None
-                _shared[signature] = _Shared(rows, {name: cast("Const", n.op).data for name, n in constants.items()})
+                _shared[signature] = _Shared(rows, constants)
             return _shared[signature]
 
 
@@ -219,7 +223,8 @@ def _no_value(name: str) -> torch.Tensor:
 def _known_table(signature: Signature, target: Target) -> Buckets | None:
     """The table that `tune` measured in another process."""
     constants = constants_of(_bare(signature), _no_value)
-    return known_rows(graph_at(_bare(signature), constants), target, most_rows(target))
+    rows = AnyRows(graph_at(_bare(signature), constants), target, last=most_rows(target), dims=True)
+    return rows.table if rows.recall() else None
 
 
 def _bare(signature: Signature) -> Signature:
@@ -244,7 +249,8 @@ class Kernels:
             self._rows = self._shared.rows
         else:
             constants = constants_of(signature, lambda name: value_of(weight(), name))
-            self._rows = AnyRows(graph_at(signature, constants), _tables.get(signature), target)
+            self._rows = AnyRows(graph_at(signature, constants), target, dims=True)
+            self._rows.table = _tables.get(signature)
         self._programs: dict[int, Program] = {}
         self._ready: dict[int, Run] = {}
         self._making = threading.Lock()
@@ -317,15 +323,15 @@ class Kernels:
         target = detect(self.signature.device)
         if self._gpu and len(rungs) > 1:
             compile_first(*self.to_build(rungs), target)
-        made, values = dict[int, Program](), dict[Literal, torch.Tensor]()
+        made, known = dict[int, Program](), dict[Node, "Value"]()
         if self._shared is not None:
             weight = self._weight()
-            values = {literal: value_of(weight, name) for name, literal in self._shared.literals.items()}
-        with unwritten(list(values.values())):
+            known |= {node: value_of(weight, name) for name, node in self._shared.constants.items()}
+        with unwritten(cast("list[torch.Tensor]", [*known.values()])):
             for rung in rungs:
                 if self._gpu:
                     compiled(self._rows.problems(rung), target)
-                made[rung] = self._rows.over(rung, values) if self._shared is not None else self._rows.at(rung)
+                made[rung] = self._rows.over(rung, known)
         for program in made.values():
             program.own_graphs = False  # from the next line on
             program.drop_weights()  # what is packed is needed no more: the codes can be unpacked again
@@ -403,7 +409,7 @@ def tune(signature: Signature, weight: QuantizedWeight, *, budget_s: float = 30.
     last = most_rows(detect(signature.device))
     constants = constants_of(_bare(signature), lambda name: value_of(weight, name))
     graphs = graph_at(_bare(signature), constants)
-    program = compile_rows(graphs, last=last, device=signature.device, budget_s=budget_s, progress=progress)
+    program = compile_rows(graphs, last=last, dims=True, device=signature.device, budget_s=budget_s, progress=progress)
     assert program.table is not None
     with _sharing:
         _tables[signature] = program.table

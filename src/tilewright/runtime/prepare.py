@@ -6,14 +6,11 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-import torch
-
 from tilewright.deadline import Budget
 from tilewright.errors import InputError
 from tilewright.hardware.target import Target
 from tilewright.ir.evaluate import evaluate_nodes
 from tilewright.ir.graph import Graph, Node
-from tilewright.ir.literal import Literal
 from tilewright.ir.ops import Const
 from tilewright.ir.pattern import Trace
 from tilewright.ir.state import caller_inputs
@@ -48,16 +45,15 @@ def prepare(
     first: Callable[[AnyProblem], float] | None = None,
     waits: Callable[[AnyProblem], bool] | None = None,
     parts: Sequence[Part] | None = None,
-    constants: Mapping[Literal, torch.Tensor] | None = None,
     known: dict[Node, Value] | None = None,
     deal: Callable[[Sequence[Posed]], None] | None = None,
 ) -> E:
     """Cut the graph into steps, evaluate what depends on constants alone, and choose a kernel for each gemm: for those problems
     first of which `first` gives most. `inner` compiles the regions of loops and conditionals; without it the oracle runs
     them. Those for which `waits` says that `decide` would wait come behind the others. `made` is the kind of executable that is
-    wanted, `parts` what the graph was cut into before, and `constants` has values in place of literals' own. `known` has values
-    that depend on constants alone, and is given those that are found. `deal` is told all problems before `decide` is asked
-    about the first.
+    wanted, `parts` what the graph was cut into before. `known` has values of constants, in place of their own, and of what
+    depends on them alone, and is given those that are found. `deal` is told all problems before `decide` is asked about the
+    first.
 
     Raises:
         InputError: what the program keeps from call to call is not at hand.
@@ -66,8 +62,7 @@ def prepare(
     ready: dict[Node, Value] = {} if known is None else known
     for node in graph.nodes():
         if isinstance(node.op, Const) and node not in ready:
-            given = None if constants is None else constants.get(node.op.data)
-            ready[node] = (node.op.data.tensor() if given is None else given).detach().to(target.device)
+            ready[node] = node.op.data.tensor().detach().to(target.device)
     held = graph.inputs[len(caller_inputs(graph)) :]
     if len(held) != len(graph.state):
         what = "what the program keeps from call to call is missing: a text holds none of it"
