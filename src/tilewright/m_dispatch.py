@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from typing import TYPE_CHECKING
+from weakref import WeakValueDictionary
 
 import torch
 
@@ -91,6 +92,8 @@ class AnyRows(AnyShape):
         super().__init__(reading, read, target or detect(home(reading.source)), kept=KEPT, threads=threads)
         self.table, self._rows = None, rows
         self._cuts = Recent[int, Cut](KEPT)
+        self._over = WeakValueDictionary[int, Program]()  # one that `over` gave, as long as somebody has it
+        self._chosen = set[int]()  # numbers of rows for whose problems there are kernels
         if not dims:
             self._takes(_opened(reading.source, self._cut({ROWS: last}).region.reading.source, rows))
         if not any(t.open for t in self.input_types.values()):
@@ -105,8 +108,12 @@ class AnyRows(AnyShape):
             InputError: the table does not reach it.
         """
         with self._lock:
-            cut = self._cut({ROWS: rows})
-            return self._program(cut, self._choice(cut), known)
+            like = self._over.get(rows)
+            found = None if like is None else like.with_constants(known)
+            if found is None:
+                cut = self._cut({ROWS: rows})
+                found = self._over[rows] = self._program(cut, self._choice(cut), known)
+            return found
 
     def problems(self, rows: int) -> list[AnyProblem]:
         """The problems that the program for a number of rows poses."""
@@ -116,9 +123,12 @@ class AnyRows(AnyShape):
     def to_build(self, rows: int) -> tuple[list[AnyProblem], list[Job]]:
         """The problems for a number of rows that nobody has chosen a kernel for, in this process or another; and the points
         that came with the package, where nobody has built them."""
+        if rows in self._chosen:
+            return [], []
         family = self._family(rows)
         asked = [p for p in self.problems(rows) if self._key(p, family) not in _decided]
         if not asked:
+            self._chosen.add(rows)
             return [], []
         known = TuningDatabase(self.target, user_cache(), family="" if family is None else family.name)
         return [p for p in asked if not known.known(p, 0)], [*known.to_build(asked)]

@@ -4,6 +4,7 @@ import copy
 import dataclasses
 import gc
 import io
+import itertools
 import threading
 import weakref
 
@@ -18,6 +19,7 @@ from torch.autograd import forward_ad
 from torch.library import opcheck
 
 import tilewright
+from tilewright import any_shape
 from tilewright.dtype import S4
 from tilewright.errors import InputError, TypeMismatchError, UnsupportedError
 from tilewright.hardware.detect import detect
@@ -120,6 +122,29 @@ def test_layers_of_one_form_are_searched_once(monkeypatch):
     assert len(searched) == 1
     assert error(layers[0], torch.randn(2, 96)) < 2e-6
     assert len(searched) == 2
+
+
+def test_layers_of_one_form_share_steps_as_long_as_one_of_them_lives(monkeypatch):
+    """Programs of another layer are the first one's over constants of its own; the first one's are kept by nobody else."""
+    made, real = [], any_shape.prepare
+    monkeypatch.setattr(any_shape, "prepare", lambda *args, **how: made.append(args) or real(*args, **how))
+    floats, counts = [torch.nn.Linear(40, 24) for _ in range(3)], []
+    layers = [tilewright.Linear.from_float(each, group_size=8) for each in floats]
+    for layer in layers:
+        layer.prepare([1, 3, 17])
+        counts.append(len(made))
+    first, second, third = (b - a for a, b in itertools.pairwise([0, *counts]))
+    assert third == second < first
+    assert all(error(layer, torch.randn(3, 40)) < 2e-6 for layer in layers)
+    programs = [
+        weakref.ref(op.kernels_for(each.weight, torch.float32, torch.float32, quantize_activations=False)) for each in layers
+    ]
+    del layer, layers
+    gc.collect()
+    assert not any(p() for p in programs)
+    other = tilewright.Linear.from_float(floats[0], group_size=8)
+    other.prepare([1, 3, 17])
+    assert len(made) - counts[-1] == first and error(other, torch.randn(17, 40)) < 2e-6
 
 
 def test_codes_are_kept_packed_alone():

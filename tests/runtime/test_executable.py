@@ -407,3 +407,31 @@ def test_a_program_is_shown_in_a_line():
     assert re.fullmatch(
         r"<tilewright program of 1 step on cpu: \(\w+: f32\[2,4\], \w+: f32\[4,3\]\) -> f32\[2,3\]>", repr(program)
     )
+
+
+def test_the_same_steps_over_other_constants():
+    """Gives a program of its own, and none where some are missing or a call writes to what is kept."""
+    w, v = const(torch.randn(3, 5)), const(torch.randn(5))
+    x = input_("x", F32, (2, 3))
+    product = gemm(x, w)
+    one = program(map_("add", product, broadcast(v, (2, 5), (1,))), inputs=(x,))
+    given, other, side = torch.randn(2, 3), torch.randn(3, 5), torch.randn(5)
+    before = one(given)
+    two = one.with_constants(
+        dict(zip([n for n in one._ready], [other if n.shape == (3, 5) else side for n in one._ready], strict=True))
+    )
+    torch.testing.assert_close(two(given), given @ other + side)
+    assert torch.equal(one(given), before) and two.steps[0].decision is one.steps[0].decision
+    assert one.with_constants({}) is None
+
+    class Counting(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("n", torch.zeros(3))
+
+        def forward(self, x):
+            self.n += 1
+            return x @ x.T + self.n
+
+    counting = compile(Counting(), example_inputs=(torch.ones(3, 3),), budget_s=0)
+    assert counting.with_constants(dict(counting._ready)) is None

@@ -101,7 +101,7 @@ def test_kernels_are_built_and_run_elsewhere_and_the_winner_here(drop, tmp_path)
 
 
 def test_a_worker_that_was_told_to_set_up_a_gpu_is_the_one_that_searches(drop, worker, monkeypatch):
-    """Where there is no such device, too; and nobody waits for it, nor for a worker that another thread has."""
+    """Has it do so where there is no such device, too; nobody waits for it, nor for a worker that another thread has."""
     none = replace(CPU, kind="cuda", index=17)
     worker_module.warm(problem(), none)
     pid = worker._pid
@@ -120,7 +120,7 @@ def test_a_worker_that_was_told_to_set_up_a_gpu_is_the_one_that_searches(drop, w
 
 @pytest.mark.parametrize("line", ["f32[9,17] @ f32[17,12] + bias, gelu -> f16", "s8[9,17] @ s8[17,12] -> s32"])
 def test_a_bench_rehearses_without_a_fault(line, monkeypatch):
-    """What it takes for right passes its own check, so that all of that is gone through."""
+    """Passes what it takes for right through its own check, to the end."""
     found, real = [], bench_module.examine
     monkeypatch.setattr(bench_module, "examine", lambda *args, **how: found.append(real(*args, **how)))
     bench_module.Bench(problem_of(parse(line).outputs[0]), CPU, {}, watched=True).rehearse()

@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar, cast
+from typing import TYPE_CHECKING, Self, TypeVar, cast
 
 import torch
 
@@ -28,7 +28,7 @@ from tilewright.rules.calibrate import Layer
 from tilewright.runtime.arrays import Wanted, address, copy_over, is_numpy, separate, to_user
 from tilewright.runtime.chain import generated, in_chains, watched
 from tilewright.runtime.replay import Bound, OnDevice, results_last
-from tilewright.runtime.steps import Step, compared_first, listed, why_alone, written_before_compared
+from tilewright.runtime.steps import Posed, Step, compared_first, kernel_step, listed, why_alone, written_before_compared
 from tilewright.schedule.cost import least_us
 from tilewright.threads import limited, with_torch
 
@@ -188,6 +188,28 @@ class Executable:
             self._program = [replace(b, run=s.run) for b, s in zip(self._program, steps, strict=True)]
             self._met = set()
             self._launch()
+
+    def with_constants(self, values: Mapping[Node, Value]) -> Self | None:
+        """The same steps over other values of constants, with which kernels are prepared. None where `values`, which has all
+        that depends on constants alone, lacks some, or calls write to what the program keeps."""
+        made = {n for step in self.steps for n in step.part.outputs}.union(self.graph.inputs)
+        needed = [n for n in self._slots if n not in made]
+        if self.graph.state or not all(n in values for n in needed):
+            return None
+        other = object.__new__(type(self))
+        other.__dict__.update(self.__dict__)
+        other._ready = {n: values[n] for n in needed}
+        other.steps = tuple(
+            s if s.decision is None else kernel_step(self.graph, Posed.of(s.part, values), values, s.decision)
+            for s in self.steps
+        )
+        other._program = [replace(b, run=s.run) for b, s in zip(self._program, other.steps, strict=True)]
+        other._start = [None] * len(self._slots)
+        for node, value in other._ready.items():
+            other._start[self._slots[node]] = value.detach() if isinstance(value, torch.Tensor) else value
+        other._changing, other._met = threading.RLock(), set()
+        other._launch()
+        return other
 
     def change(self, changed: Callable[[Step], Step]) -> None:
         """Run what becomes of each step from the next call on; what other threads change meanwhile stays."""
