@@ -414,12 +414,10 @@ def test_the_same_steps_over_other_constants():
     w, v = const(torch.randn(3, 5)), const(torch.randn(5))
     x = input_("x", F32, (2, 3))
     product = gemm(x, w)
-    one = program(map_("add", product, broadcast(v, (2, 5), (1,))), inputs=(x,))
+    one = program(map_("add", product, broadcast(v, (2, 5))), inputs=(x,))
     given, other, side = torch.randn(2, 3), torch.randn(3, 5), torch.randn(5)
     before = one(given)
-    two = one.with_constants(
-        dict(zip([n for n in one._ready], [other if n.shape == (3, 5) else side for n in one._ready], strict=True))
-    )
+    two = one.with_constants({n: other if n.shape == (3, 5) else side for n in one._ready})
     torch.testing.assert_close(two(given), given @ other + side)
     assert torch.equal(one(given), before) and two.steps[0].decision is one.steps[0].decision
     assert one.with_constants({}) is None
