@@ -1,4 +1,4 @@
-"""How far steps that torch does operation by operation may lie from the reference, in each type."""
+"""Bounds on steps that torch does operation by operation, in each type."""
 
 import pytest
 import torch
