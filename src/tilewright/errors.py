@@ -45,6 +45,14 @@ class UnsupportedError(TilewrightError):
     """Well-formed input that Tilewright cannot express at all, not even as an opaque call."""
 
 
+def noted(error: Exception, said: str) -> Exception:
+    """The error with more said in its sentence; in a note, where it is no plain one of these."""
+    if isinstance(error, (InputError, TypeMismatchError, UnsupportedError)) and not isinstance(error, AnotherWayError):
+        return type(error)(f"{error.what}; {said}", where=error.where, hint=error.hint)
+    error.add_note(said)
+    return error
+
+
 def visible(text: str) -> str:
     """Text with every character that has no shape of its own written out by its code; lines and tabs stay.
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import re
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -274,8 +276,133 @@ def test_what_is_no_write_to_some_positions_is_done_in_a_copy(change):
 
 def test_a_position_out_of_range_is_an_error():
     program = tilewright.compile(Reads(at_positions), example_inputs=(torch.ones(4, 3), torch.tensor([0, 1])), budget_s=0)
-    with pytest.raises(TypeMismatchError, match=r"write: index 4 is out of bounds .*\(index_put\)"):
+    with pytest.raises(TypeMismatchError, match=r"write: position out of range: 4 of 4 along axis 0; .*\(index_put\)"):
         program(torch.ones(4, 3), torch.tensor([1, 4]))
+
+
+class Caches(nn.Module):
+    """Two layers that write to a cache each, the second what it makes of the first; then a row of a table is looked up."""
+
+    def __init__(self, write: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], object], further: int = 0) -> None:
+        super().__init__()
+        self.write, self.further, self.linear = write, further, nn.Linear(4, 4)
+        self.register_buffer("keys", torch.zeros(2, 8, 4))
+        self.register_buffer("values", torch.zeros(2, 8, 4))
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("table", torch.randn(8, 4))
+
+    def forward(self, x: torch.Tensor, at: torch.Tensor, row: torch.Tensor) -> torch.Tensor:
+        self.calls.add_(1)
+        self.write(self.keys, at, x)
+        y = torch.relu(self.linear(self.keys)) + 1
+        self.write(self.values, at + self.further, y[:, : at.shape[0]])
+        return self.values.sum(1) + self.table.index_select(0, self.values[0, 0, :1].long() + row)
+
+
+def copied(cache: torch.Tensor, at: torch.Tensor, x: torch.Tensor) -> object:
+    return cache.index_copy_(1, at, x)
+
+
+def put(cache: torch.Tensor, at: torch.Tensor, x: torch.Tensor) -> None:
+    cache[:, at] = x
+
+
+def written_of(module: nn.Module) -> list[str]:
+    return [name for name, t in module.named_buffers() if name != "table" and bool(t.any())]
+
+
+def running(module: nn.Module, door: str) -> Callable[..., object]:
+    """A module by `tilewright.compile`, or by torch.compile."""
+    if door == "program":
+        given = torch.ones(2, 2, 4), torch.tensor([0, 1]), torch.tensor([0])
+        return tilewright.compile(module, example_inputs=given, budget_s=0, cache=False)
+    torch._dynamo.reset()
+    return torch.compile(module, backend="tilewright", options={"budget_s": 0, "cache": False})
+
+
+@pytest.mark.parametrize("door", ["program", "torch.compile"])
+@pytest.mark.parametrize("write", [copied, put])
+def test_a_call_with_a_position_out_of_range_writes_nothing(write, door):
+    module = Caches(write, further=2).eval()
+    run, x, row = running(module, door), torch.ones(2, 2, 4), torch.tensor([0])
+    wrong = [[3, 8], [5, 6], [3, -9], [3, -1] if write is copied else [-9, 0]]  # [5, 6]: past the second layer's end
+    with torch.no_grad():
+        for at in wrong:
+            with pytest.raises(
+                Exception, match=r"write: position out of range: \S+ of 8 along axis 1; the call has written nothing"
+            ):
+                run(x, torch.tensor(at), row)
+            assert written_of(module) == []
+        run(x, torch.tensor([3, 4]), row)
+    assert written_of(module) == ["keys", "values", "calls"]
+
+
+def test_a_call_that_fails_once_it_wrote_says_what():
+    module = Caches(copied).eval()
+    program = running(module, "program")
+    with pytest.raises(TypeMismatchError, match=r"index out of range: 9 of 8.*; the call had written (.*) by then") as caught:
+        program(torch.ones(2, 2, 4), torch.tensor([3, 4]), torch.tensor([9]))
+    said = re.search("had written (.*) by then", str(caught.value))
+    assert said is not None and sorted(said[1].split(", ")) == sorted(written_of(module)) != []
+
+
+def test_any_number_of_positions_is_looked_at():
+    class Prompt(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("cache", torch.zeros(2, 100, 4))
+
+        def forward(self, x: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
+            return self.cache.index_copy_(1, at, x).sum(1)
+
+    module, x = Prompt(), torch.randn(2, 80, 4)
+    program = tilewright.compile(module, example_inputs=(x, torch.arange(80)), budget_s=0, cache=False)
+    for at in (torch.arange(80) + 21, torch.arange(80) - 1):
+        with pytest.raises(TypeMismatchError, match=r"position out of range: (100|-1) of 100"):
+            program(x, at)
+        assert not module.cache.any()
+    for at in (torch.arange(80) + 20, torch.randperm(100)[:80]):
+        program(x, at)
+        torch.testing.assert_close(module.cache[:, at], x)
+
+
+@pytest.mark.parametrize(("write", "at"), [(copied, [6, 2]), (copied, [3, 4]), (put, [-1, 2]), (put, [-2, -1]), (put, [5])])
+def test_positions_in_range_are_written_as_by_torch(write, at):
+    module = Caches(write).eval()
+    same, x, row = copy.deepcopy(module), torch.randn(2, len(at), 4), torch.tensor([0])
+    with torch.no_grad():
+        got, wanted = running(module, "torch.compile")(x, torch.tensor(at), row), same(x, torch.tensor(at), row)
+    for a, b in zip((got, *module.buffers()), (wanted, *same.buffers()), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("write", [copied, put])
+def test_constant_positions_past_the_end_write_nothing(write):
+    class Fixed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("cache", torch.zeros(2, 8, 4))
+            self.register_buffer("at", torch.tensor([7, 8]))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            write(self.cache, self.at, x)
+            return self.cache + 1
+
+    module = Fixed()
+    program = tilewright.compile(module, example_inputs=(torch.ones(2, 2, 4),), budget_s=0, cache=False)
+    with pytest.raises(TypeMismatchError, match=r"position out of range: 8 of 8 along axis 1; the call has written nothing"):
+        program(torch.ones(2, 2, 4))
+    assert not module.cache.any()
+
+
+def test_a_write_that_does_not_wrap_is_text_and_has_no_place_below_zero():
+    at = input_("at", S64, (2,))
+    graph = verify(stateful(Node(Write(0, wraps=False), X, at, Y), inputs=(at, Y, X)))
+    assert print_graph(parse(print_graph(graph))) == print_graph(graph)
+    with pytest.raises(TypeMismatchError, match="index -1 is out of bounds"):
+        evaluate(graph, [torch.tensor([0, -1]), torch.ones(2, 3)])
+    wrapping = verify(stateful(Node(Write(0), X, at, Y), inputs=(at, Y, X)))
+    evaluate(wrapping, [torch.tensor([0, -1]), torch.ones(2, 3)])
 
 
 def test_positions_of_any_integer_type_are_positions():

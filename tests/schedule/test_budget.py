@@ -36,6 +36,7 @@ from tilewright.schedule.cache import Cache
 from tilewright.schedule.candidate import Schedule
 from tilewright.schedule.problem import problem_of
 from tilewright.schedule.search import Interruption, search
+from tilewright.schedule.space import Space
 from tilewright.schedule.tuning_database import TuningDatabase
 
 CPU = detect("cpu")
@@ -111,6 +112,36 @@ def test_without_time_one_is_checked_and_none_is_timed(clock):
     d = search(PROBLEM, CPU, budget_s=5.0, candidates=[slow(clock, "a"), slow(clock, "b")], within_s=1.0)
     assert d.kernel.candidate == "a" and d.verified and not d.measured and d.time_us is None
     assert whys(d)["b"] == "not tried: the time for choosing was over"
+
+
+def test_once_all_time_is_over_not_even_the_first_library_is_tried(clock):
+    def candidates():
+        return [slow(clock, "ours", preference=1), slow(clock, "library", preference=30)]
+
+    d = search(PROBLEM, CPU, budget_s=5.0, candidates=candidates(), within_s=1.0)  # of this problem alone
+    assert d.measured and not whys(d).get("library", "").startswith("not tried")
+    began, ends = clock[0], clock[0] + 2.0
+    d = search(PROBLEM, CPU, budget_s=5.0, candidates=candidates(), within_s=1.0, over=lambda: clock[0] > ends)
+    one_s = clock[0] - began
+    assert d.kernel.candidate == "ours" and d.verified and whys(d)["library"] == "not tried: the time for choosing was over"
+    began = clock[0]
+    search(PROBLEM, CPU, budget_s=0, candidates=candidates())
+    assert one_s == clock[0] - began
+
+
+def test_the_points_left_are_counted_while_there_is_time(clock):
+    def points(count):
+        for i in range(count):
+            pulled.append(i)
+            clock[0] += 0.001
+            yield Schedule.of(point=i)
+
+    pulled = []
+    assert Space(None, None, points(2500)).left(clock[0] + 10.0) == (2500, True)
+    pulled.clear()
+    assert Space(None, None, points(2500)).left(clock[0] + 1.5) == (2000, False) and len(pulled) == 2000
+    d = search(PROBLEM, CPU, budget_s=5.0, candidates=[slow(clock, "deep", points=5000)], within_s=1.0)
+    assert whys(d)["deep"] == "at least 1,000 more points ranked below were not tried"
 
 
 def test_what_was_checked_too_late_to_be_timed_says_so(clock, monkeypatch):

@@ -225,9 +225,9 @@ def compile_program(graph: Graph, how: Compiling) -> tuple[Executable, Quantized
     return program, _described(program.layers, how)
 
 
-def timing_s(budget_s: float) -> float:
-    """Seconds of a budget for timing a program and its steps."""
-    return min(LONGEST_S, max(LEAST_S, PART * budget_s))
+def timing_s(budget_s: float, left_s: float = math.inf) -> float:
+    """Seconds of a budget, of which so many are left, for timing a program and its steps."""
+    return max(LEAST_S, min(LONGEST_S, PART * budget_s, left_s))
 
 
 def before_timing(how: Compiling) -> Compiling:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -77,7 +78,7 @@ def measure_program(
             feeds,
             ceilings,
             iterations=iterations,
-            within_s=timing_s(how.budget_s),
+            within_s=timing_s(how.budget_s, ends - time.monotonic()),
             progress=bar,
             quantized=quantized,
             check=check,

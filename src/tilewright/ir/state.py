@@ -35,15 +35,16 @@ def in_place(graph: Graph) -> tuple[Graph, tuple[str, ...]]:
         made, can = _with_writes(graph, {i for i, possible in enumerate(can) if possible})
     users = made.users()
     shared = {
-        _root(n)
+        root_of(n)
         for n in made.nodes()
-        if isinstance(n.op, Write) and (len(users[n.src[0]]) > 1 or (_root(n) in kept and _root(n) not in _written_ones(made)))
+        if isinstance(n.op, Write)
+        and (len(users[n.src[0]]) > 1 or (root_of(n) in kept and root_of(n) not in _written_ones(made)))
     }
     failed = [old in shared or n.type != old.type for old, n in zip(kept, new, strict=True)]
     return made, tuple(name for name, bad in zip(graph.output_names[-count:], failed, strict=True) if bad)
 
 
-def _root(node: Node) -> Node:
+def root_of(node: Node) -> Node:
     """The node that a chain of writes begins with."""
     while isinstance(node.op, Write):
         node = node.src[0]
@@ -54,7 +55,7 @@ def _written_ones(graph: Graph) -> set[Node]:
     """The states whose new value is a write to them."""
     count = len(graph.state)
     pairs = zip(graph.inputs[-count:], graph.outputs[-count:], strict=True)
-    return {old for old, end in pairs if isinstance(end.op, Write) and _root(end) is old}
+    return {old for old, end in pairs if isinstance(end.op, Write) and root_of(end) is old}
 
 
 def _with_writes(graph: Graph, chosen: set[int]) -> tuple[Graph, list[bool]]:

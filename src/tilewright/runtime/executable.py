@@ -14,21 +14,30 @@ from typing import TYPE_CHECKING, Self, TypeVar, cast
 
 import torch
 
-from tilewright.errors import AnotherWayError, InputError, UnsupportedError, check_type, counted
+from tilewright.errors import AnotherWayError, InputError, UnsupportedError, check_type, counted, noted
 from tilewright.hardware.target import Target
 from tilewright.ir.account import Account, account_of
 from tilewright.ir.evaluate import evaluate_nodes
 from tilewright.ir.graph import Graph, Node
 from tilewright.ir.ops import Const, Input, Write
 from tilewright.ir.pattern import Trace
-from tilewright.ir.state import caller_inputs, end_bytes, meets, span
+from tilewright.ir.state import caller_inputs, end_bytes, meets, root_of, span
 from tilewright.ir.types import TensorType
 from tilewright.processors import usable
 from tilewright.rules.calibrate import Layer
 from tilewright.runtime.arrays import Wanted, address, copy_over, is_numpy, separate, to_user
 from tilewright.runtime.chain import generated, in_chains, watched
 from tilewright.runtime.replay import Bound, OnDevice, results_last
-from tilewright.runtime.steps import Posed, Step, compared_first, kernel_step, listed, why_alone, written_before_compared
+from tilewright.runtime.steps import (
+    Posed,
+    Positions,
+    Step,
+    kernel_step,
+    listed,
+    refused_first,
+    why_alone,
+    written_before_compared,
+)
 from tilewright.schedule.cost import least_us
 from tilewright.threads import limited, with_torch
 
@@ -85,7 +94,7 @@ class Executable:
 
     def __post_init__(self) -> None:
         if self.graph.state:
-            self.steps = compared_first(self.steps)
+            self.steps = refused_first(self.steps, positions=self.target.kind == "cpu")
         slot: dict[Node, int] = {}
         for node in self.graph.inputs:
             slot[node] = len(slot)
@@ -106,12 +115,14 @@ class Executable:
                 [slot[n] for n in step.part.outputs],
                 [s for s, at in last.items() if at == i and s not in kept],
                 why_alone(step, self.target),
-                step.decision is None and step.part.kind != "write",
+                step.decision is None and not step.only_writes,
             )
             for i, step in enumerate(self.steps)
         ]
         result_bytes = [sum(t.size_bytes for n in s.part.outputs if isinstance(t := n.type, TensorType)) for s in self.steps]
         self._program = results_last(self._program, {slot[n] for n in self.graph.outputs}, result_bytes)
+        found = Positions.of(self.steps) if self.graph.state and self.target.kind == "cpu" else None
+        self._first = None if found is None else (found.before, Bound("", found.check, [slot[n] for n in found.inputs], [], []))
         self._wanted = [Wanted(name, t, self.target.device) for name, t in self.input_types.items()]
         self._inputs = [slot[n] for n in caller_inputs(self.graph)]
         count = len(self.graph.outputs) - len(self.graph.state)
@@ -456,14 +467,28 @@ class Executable:
         values = self._start.copy()
         for slot, tensor in zip(self._inputs, inputs, strict=True):
             values[slot] = tensor
-        if observe is None:
-            for bound in program if on_device is not None else self._chained(steps, program, chains):
+        bounds, at = program, -1
+        if observe is None and on_device is None:
+            bounds = self._chained(steps, program, chains)
+        try:
+            for at, bound in enumerate(bounds):
+                if observe is not None:
+                    observe(steps[at], [values[s] for s in bound.inputs])
                 bound(values)
-        else:
-            for step, bound in zip(steps, program, strict=True):
-                observe(step, [values[s] for s in bound.inputs])
-                bound(values)
+        except Exception as error:
+            if on_device is not None or not self.graph.state:
+                raise
+            raise noted(error, self._said_of_state(bounds[: at + 1])) from error.__cause__
         return self._kept_from([values[s] for s in self._outputs])
+
+    def _said_of_state(self, begun: Sequence[Bound]) -> str:
+        """Words for what a call that failed in the last of these steps wrote until then."""
+        *done, last = begun
+        refuses = {id(step.run) for step in self.steps if step.only_writes}  # and then writes nothing
+        slots = {s for bound in (done if id(last.run) in refuses else begun) for s in (*bound.outputs, *bound.free)}
+        written = [root_of(n) for n, slot in self._slots.items() if isinstance(n.op, Write) and slot in slots]
+        names = dict.fromkeys(cast("Input", n.op).label for n in written)
+        return f"the call had written {listed([*names])} by then" if names else "the call has written nothing"
 
     def _chained(
         self, steps: Sequence[Step], program: list[Bound], chains: dict[int, tuple[list[Bound], list[Bound]]]
@@ -475,7 +500,11 @@ class Executable:
             constants = self._start.copy()
             for node in self.graph.inputs[len(self._inputs) :]:
                 constants[self._slots[node]] = None
-            found = chains[threads] = program, in_chains(program, constants, self._expected_us(steps), threads)
+            bounds, times_us = program, self._expected_us(steps)
+            if self._first is not None:
+                at, first = self._first
+                bounds, times_us = [*program[:at], first, *program[at:]], [*times_us[:at], 0.0, *times_us[at:]]
+            found = chains[threads] = program, in_chains(bounds, constants, times_us, threads)
         return found[1]
 
     def _expected_us(self, steps: Sequence[Step]) -> list[float]:

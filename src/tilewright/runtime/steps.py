@@ -18,6 +18,7 @@ from tilewright.ir.anchor import ANCHORS
 from tilewright.ir.evaluate import evaluator
 from tilewright.ir.graph import Graph, Node
 from tilewright.ir.ops import Call, Item, Write
+from tilewright.ir.state import root_of
 from tilewright.ir.types import TensorType
 from tilewright.runtime.arrays import separate
 from tilewright.runtime.chain import KernelRun
@@ -38,6 +39,7 @@ OF_OPAQUE = "only a call knows the types of its values"
 ON_CPU = "it computes on the CPU, which no CUDA graph does again"
 ALIGNED = 16  # bytes, as generated kernels take memory
 _COMPARED = "tilewright.as_traced.default"  # the call that ends another way than the traced one (frontends/torch/taken.py)
+FEW = 64  # positions that are looked at one by one in less time than torch takes to begin
 SHOWN = 160  # characters of the inputs, and as many of the results, that a program's own line shows
 Decide = Callable[[AnyProblem, Mapping[int, torch.Tensor]], Decision]
 Inner = Callable[[Graph], "Executable"]
@@ -65,6 +67,11 @@ class Step:
     releasable: frozenset[Node] = frozenset()
     within: tuple[Executable, ...] = ()
     runner: Runner | None = None
+
+    @property
+    def only_writes(self) -> bool:
+        """Say whether it writes values that are there to state, at positions that are data."""
+        return self.decision is None and self.part.kind == "write"
 
     def __repr__(self) -> str:
         """One line: its name, what it computes, and what does that."""
@@ -290,15 +297,21 @@ def written(part: Part, name: str, target: Target) -> Callable[[Sequence[Value]]
     GPU those of like arrays are one launch.
 
     Raises:
-        TypeMismatchError: when it runs, on a CPU: a position is out of range.
+        TypeMismatchError: when it runs, on a CPU: a position is out of range. Nothing is written then.
     """
     alike: dict[object, list[Node]] = {}
     for node in part.nodes:
         alike.setdefault((node.op, node.type, node.src[1]), []).append(node)
-    runners = [_writes(nodes, part, name, target) for nodes in alike.values()]
+    on_cpu = target.kind == "cpu"
+    runners = [_copies(nodes, part, name) if on_cpu else _launches(nodes, part, target) for nodes in alike.values()]
     arrays = [part.inputs.index(n.src[0]) for n in part.outputs]
 
+    # One by itself looks at its positions before it writes.
+    check = in_range(part.nodes, part.inputs, name) if on_cpu and len(runners) > 1 else None
+
     def run(values: Sequence[Value]) -> Sequence[Value]:
+        if check is not None:
+            check(values)
         for runner in runners:
             runner(values)
         return [values[i] for i in arrays]
@@ -306,15 +319,90 @@ def written(part: Part, name: str, target: Target) -> Callable[[Sequence[Value]]
     return run
 
 
-def _writes(nodes: Sequence[Node], part: Part, name: str, target: Target) -> Callable[[Sequence[Value]], None]:
-    """A function that writes to arrays of one type, at the same positions."""
+def in_range(nodes: Sequence[Node], inputs: Sequence[Node], name: str) -> Callable[[Sequence[Value]], Sequence[Value]]:
+    """A function of values that sees whether the positions of some writes lie in the arrays that these write to; it gives
+    nothing. `inputs` are the nodes of the values: the positions, and the arrays or what these are a write to.
+
+    Raises:
+        TypeMismatchError: when it runs: one does not.
+    """
+    place = {n: i for i, n in enumerate(inputs)}
+    arrays = [n.src[0] if n.src[0] in place else root_of(n) for n in nodes]
+    different = {
+        (n.src[1], n.op, n.shape[op.axis]): (op, place[n.src[1]], place[array])
+        for n, array in zip(nodes, arrays, strict=True)
+        for op in (cast("Write", n.op),)
+    }
+    looked_at = [*different.values()]
+
+    def check(values: Sequence[Value]) -> Sequence[Value]:
+        for op, at, array in looked_at:
+            _run_of(cast("torch.Tensor", values[at]), op, cast("torch.Tensor", values[array]), name)
+        return ()
+
+    return check
+
+
+def _run_of(positions: torch.Tensor, op: Write, array: torch.Tensor, name: str) -> int | None:
+    """The first of positions of which each is the one before it and 1 more; None for any others.
+
+    Raises:
+        TypeMismatchError: one is out of range.
+    """
+    count, extent = positions.numel(), array.shape[op.axis]
+    if count <= FEW:
+        at = cast("list[int]", positions.tolist()) or [0]
+        least, most = min(at), max(at)
+    else:
+        wide = positions.to(torch.int64)
+        least, most = (int(end) for end in wide.aminmax())
+        at = wide
+    first = -extent if op.wraps else 0
+    if least < first or (most >= extent and count):
+        axis = op.axis % array.dim()
+        what = f"write: position out of range: {least if least < first else most} of {extent} along axis {axis}"
+        raise TypeMismatchError(what, where=name, hint=f"positions from {first} to {extent - 1}")
+    if least < 0 or most - least != len(at) - 1:
+        return None
+    follow = at == [*range(least, most + 1)] if isinstance(at, list) else torch.equal(at, torch.arange(least, most + 1))
+    return least if follow else None
+
+
+def _copies(nodes: Sequence[Node], part: Part, name: str) -> Callable[[Sequence[Value]], None]:
+    """A function that writes to arrays of one type, at the same positions, on a CPU. Where these follow each other, as
+    a cache's new ones do, a plain copy takes half the time.
+
+    Raises:
+        TypeMismatchError: when it runs: a position is out of range. Nothing is written then.
+    """
+    (first, *_), op = nodes, cast("Write", nodes[0].op)
+    axis, at = op.axis % len(first.shape), part.inputs.index(first.src[1])
+    pairs = [(part.inputs.index(n.src[0]), part.inputs.index(n.src[2])) for n in nodes]
+
+    def run(values: Sequence[Value]) -> None:
+        given = cast("Sequence[torch.Tensor]", values)
+        positions = given[at]
+        start = _run_of(positions, op, given[pairs[0][0]], name)
+        if start is not None:
+            count = positions.numel()
+            for array, new in pairs:
+                given[array].narrow(axis, start, count).copy_(given[new])
+            return
+        index = (*(slice(None),) * axis, positions.to(torch.int64))
+        for array, new in pairs:
+            given[array][index] = given[new]
+
+    return run
+
+
+def _launches(nodes: Sequence[Node], part: Part, target: Target) -> Callable[[Sequence[Value]], None]:
+    """The same on a GPU."""
     (first, *_), op = nodes, cast("Write", nodes[0].op)
     axis, at = op.axis % len(first.shape), part.inputs.index(first.src[1])
     arrays, new = ([part.inputs.index(n.src[i]) for n in nodes] for i in (0, 2))
     at_once = None
-    if target.kind == "cuda":
-        with contextlib.suppress(Unsupported):
-            at_once = index_copy(first.tensor, axis, first.src[1].tensor, len(nodes), target)
+    with contextlib.suppress(Unsupported):
+        at_once = index_copy(first.tensor, axis, first.src[1].tensor, len(nodes), target, wraps=op.wraps)
 
     def run(values: Sequence[Value]) -> None:
         given = [cast("torch.Tensor", v) for v in values]
@@ -323,36 +411,64 @@ def _writes(nodes: Sequence[Node], part: Part, name: str, target: Target) -> Cal
             made = [dense(t) for t in made]
             at_once(positions, into, made)
             return
-        try:
-            for array, value in zip(into, made, strict=True):
-                array[(slice(None),) * axis + (positions.to(torch.int64),)] = value
-        except IndexError as error:
-            raise TypeMismatchError(f"write: {error}", where=name) from error
+        wide = positions.to(torch.int64)
+        for array, value in zip(into, made, strict=True):
+            if op.wraps:
+                array[(*(slice(None),) * axis, wide)] = value
+            else:
+                array.index_copy_(axis, wide, value)
 
     return run
 
 
-def compared_first(steps: Sequence[Step]) -> tuple[Step, ...]:
-    """The steps with those ahead that comparisons with the traced way need: a call that ends there wrote nothing yet."""
+def refused_first(steps: Sequence[Step], *, positions: bool) -> tuple[Step, ...]:
+    """The steps with those ahead that comparisons with the traced way need, and `positions` of writes: a call that ends there
+    wrote nothing yet."""
     needed: set[Node] = set()
     ahead: set[int] = set()
     for i, step in reversed([*enumerate(steps)]):
+        if positions and step.only_writes:
+            needed.update(n.src[1] for n in step.part.nodes)
         if _compares(step) or needed.intersection(step.part.outputs):
             ahead.add(i)
             needed.update(step.part.inputs)
     return tuple(steps[i] for i in sorted(range(len(steps)), key=lambda i: i not in ahead))
 
 
+@dataclass(frozen=True)
+class Positions:
+    """The look at positions of writes before a call writes anything.
+
+    Attributes:
+        before: the number of the step that it comes before.
+        inputs: the nodes whose values it takes.
+        check: a function of these (`in_range`).
+    """
+
+    before: int
+    inputs: tuple[Node, ...]
+    check: Callable[[Sequence[Value]], Sequence[Value]]
+
+    @classmethod
+    def of(cls, steps: Sequence[Step]) -> Positions | None:
+        """That of all writes at positions that are known before anything is written; None where there are none. The first step
+        that writes looks at its own itself."""
+        made = {n: i for i, step in enumerate(steps) for n in step.part.outputs}
+        first = next((i for i, step in enumerate(steps) if any(isinstance(n.op, Write) for n in step.part.nodes)), len(steps))
+        writing = [(i, step) for i, step in enumerate(steps) if step.only_writes]
+        writes = [n for _, step in writing for n in step.part.nodes if made.get(n.src[1], -1) < first]
+        if not writes or [i for i, _ in writing] == [first]:
+            return None
+        inputs = tuple(dict.fromkeys(n for w in writes for n in (w.src[1], root_of(w))))
+        before = 1 + max(made.get(n, -1) for n in inputs)
+        return cls(before, inputs, in_range(writes, inputs, writing[0][1].name))
+
+
 def written_before_compared(steps: Sequence[Step]) -> set[Node]:
     """The states written to by steps that a comparison follows, as its outcome depends on them."""
     last = max((i for i, step in enumerate(steps) if _compares(step)), default=0)
     writes = [n for step in steps[:last] for n in step.part.nodes if isinstance(n.op, Write)]
-    roots: set[Node] = set()
-    for node in writes:
-        while isinstance(node.op, Write):
-            node = node.src[0]
-        roots.add(node)
-    return roots
+    return {*map(root_of, writes)}
 
 
 def _compares(step: Step) -> bool:

@@ -179,14 +179,15 @@ class BudgetedChooser:
             return decision
         how = partial(search, problem, self._target, budget_s=share, weights=weights, cold=self._cold)
         if database is None:
-            return how(within_s=self._within(share))
+            return how(within_s=self._within(share), over=self._budget.over)
         with database.alone(problem, self._accepted_s, self._waits_s()):
             found = database.find(problem, weights, self._accepted_s)  # another process may have come to it meanwhile
             if found is not None:
                 return found
             began = time.monotonic()
             try:
-                decision = how(candidates=candidates, within_s=self._within(share), lost=partial(database.lost, problem))
+                lost, over = partial(database.lost, problem), self._budget.over
+                decision = how(candidates=candidates, within_s=self._within(share), lost=lost, over=over)
             except Interruption as stop:
                 database.keep(stop.decision, min(share, time.monotonic() - began))
                 raise

@@ -26,7 +26,7 @@ from typing import cast
 
 import torch
 
-from tilewright.dtype import F32
+from tilewright.dtype import F16, F32, DType
 from tilewright.ir.anchor import acc_of, operands_of, stores_of
 from tilewright.ir.evaluate import accumulate_in_float64, evaluate_nodes
 from tilewright.ir.expression import QUANTISED_AT_ONCE, ROUNDED_AT_ONCE, depends_on_acc, quantised_to_8_bits, rounds_to_16_bits
@@ -34,6 +34,7 @@ from tilewright.ir.graph import Node, toposort
 from tilewright.ir.mesh import Mesh, simulate
 from tilewright.ir.ops import Acc, AllReduce, LayerNorm, Map, Param, Reduce, ReduceScatter, Select, Softmax
 from tilewright.ir.ops.gemm import matmul_exact
+from tilewright.ir.ops.rounding import to_float
 from tilewright.schedule.intervals import (
     REDUCING,
     SAFETY,
@@ -51,10 +52,19 @@ from tilewright.schedule.intervals import (
     unit_roundoff,
 )
 from tilewright.schedule.intervals import size as size_of
-from tilewright.schedule.problem import AnchorProblem, AnyProblem, AttentionProblem, FusionProblem, Problem, params_of
+from tilewright.schedule.problem import (
+    AnchorProblem,
+    AnyProblem,
+    AttentionProblem,
+    FusionProblem,
+    Problem,
+    params_of,
+    read_operand,
+)
 
 OPS_AN_ELEMENT = 2700  # of a product in doubles, in the time that all else takes for an element: 60 ns of a Zen 5 core
 ROUNDINGS = 64  # of an attention's weight and of what is multiplied with it, in the narrowest type on the way
+PLAIN_ROUNDINGS = 16  # the same where queries, keys and values are multiplied as they lie in memory: weights alone round
 SCORE_ROUNDINGS = 4  # of a score that is there: scaled, masked, the largest taken off, put to the base of the exponential
 HOPELESS = 40.0  # an error of a score past which nothing is known of its weight
 USUAL_COARSENESS = 1 / 4  # of the tolerance for what is rounded at once: nearly all arguments are small, where it is nearer
@@ -126,7 +136,7 @@ def accumulated(problem: AnchorProblem, sources: Sequence[torch.Tensor], roundof
     if isinstance(problem, Problem):
         mid, *ends = _product(problem, params, sources, roundoff)
     else:
-        mid, *ends = _ends(*_attended(problem, params), dtype.to_torch())
+        mid, *ends = _ends(*_attended(problem, params, sources), dtype)
     return Interval(ends[0], mid, ends[1]), Interval(ends[2], mid, ends[3])
 
 
@@ -174,12 +184,13 @@ def _both(
     )
 
 
-def _ends(mid: torch.Tensor, bound: torch.Tensor, usual: torch.Tensor, storage: torch.dtype) -> tuple[torch.Tensor, ...]:
-    """A float64 value as it is stored, and the ends of the intervals of its two bounds."""
-    ends: list[torch.Tensor] = [mid.to(storage)]
+def _ends(mid: torch.Tensor, bound: torch.Tensor, usual: torch.Tensor, dtype: DType) -> tuple[torch.Tensor, ...]:
+    """A float64 value as it is stored, and the ends of the intervals of its two bounds; past the largest number of a type
+    without infinities, that."""
+    ends = [to_float(mid, dtype)]
     for slack in (bound, usual):
         off = torch.where(mid.isfinite(), slack, torch.zeros_like(slack))
-        ends += [(mid - off).to(storage), (mid + off).to(storage)]
+        ends += [to_float(end, dtype, saturate=not dtype.infinite) for end in (mid - off, mid + off)]
     return tuple(ends)
 
 
@@ -215,7 +226,7 @@ def _product(
         if computed:
             off = left.off @ (right.size + right.off) + left.size @ right.off
             bound, usual = bound + off, usual + off
-        return _ends(found, bound, torch.minimum(bound, usual), storage)
+        return _ends(found, bound, torch.minimum(bound, usual), problem.acc.dtype)
 
     shape = problem.acc.shape
     axis = -1 if shape[-1] > shape[-2] else -2  # the longer one is cut, so that the other operand is small beside a piece
@@ -262,24 +273,22 @@ class _Factor:
 
 
 def _attended(
-    problem: AttentionProblem, params: Mapping[Node, torch.Tensor]
+    problem: AttentionProblem, params: Mapping[Node, torch.Tensor], sources: Sequence[torch.Tensor]
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The accumulator computed in float64, its errors' bound and their typical size.
+    """The accumulator, not rounded yet, computed in float64, its errors' bound and their typical size.
 
-    Errors scale with weights @ |v|: T roundings of the sum, those of the weights, which a kernel may round to the operands'
-    type, and what those of the scores do.
+    Errors scale with weights @ |v|: T roundings of the sum, those of the weights (`_weights_rounding`), and what those of the
+    scores do.
     """
     op = problem.op
     operands = op.operands or problem.node.src
-    plain = replace(op, stores=())
     sized = replace(op, operands=(*operands[:2], Node(Map("abs"), operands[2]), *operands[3:]), stores=())
     with accumulate_in_float64():
-        acc, size = cast("list[torch.Tensor]", evaluate_nodes([Node(o, *problem.node.src) for o in (plain, sized)], params))
-    acc, size = acc.double(), size.double()
-    u, narrow = unit_roundoff(problem.acc.dtype), max(t.dtype.epsilon for t in problem.operands[:3])
-    tokens = max(problem.operands[1].shape[2], 1)
-    worst = (tokens * u + ROUNDINGS * narrow) * size
-    usual = (SAFETY * math.sqrt(tokens) * u + ROUNDINGS / 4 * narrow) * (acc.square() + size.square() / tokens).sqrt()
+        acc, size = (o.product(problem.node, sources) for o in (op, sized))
+    u, tokens = unit_roundoff(problem.acc.dtype), max(problem.operands[1].shape[2], 1)
+    rounded = _weights_rounding(problem)
+    worst = (tokens * u + rounded) * size
+    usual = (SAFETY * math.sqrt(tokens) * u + rounded / 4) * (acc.square() + size.square() / tokens).sqrt()
     values = cast("list[torch.Tensor]", evaluate_nodes(operands_of(problem.node), params))
     if op.scores is None:
         moved, usually = _moved(problem, values, acc)
@@ -287,6 +296,14 @@ def _attended(
         moved = usually = torch.zeros((), dtype=torch.float64)
     beside = _flips(problem, params, values) + _vanished(problem, values[2])
     return acc, worst + moved + beside, usual + usually + beside
+
+
+def _weights_rounding(problem: AttentionProblem) -> float:
+    """The part of weights @ |v| that may be off since kernels round weights to the operands' type. Weights of 8-bit operands
+    keep the digits of f16, which holds these: with the 2 or 3 bits of their own any result would do."""
+    operands = operands_of(problem.node)[:3]
+    narrow = max(t.dtype.epsilon if t.dtype.bits > 8 else F16.epsilon for t in operands)
+    return narrow * (PLAIN_ROUNDINGS if all(read_operand(o).plain for o in operands) else ROUNDINGS)
 
 
 def _vanished(problem: AttentionProblem, values: torch.Tensor) -> torch.Tensor:

@@ -37,6 +37,7 @@ from tilewright.ir.ops import (
     Gather,
     LayerNorm,
     Map,
+    Param,
     Quantize,
     Reduce,
     ReduceScatter,
@@ -55,6 +56,8 @@ REDUCING = (Reduce, Softmax, LayerNorm)
 STEP_ROUNDINGS = 4
 # 1 + erf(x), 1 + tanh(x) and the like: a rounding of the operand's size is left where the result is small.
 CANCELLING = frozenset({"erf", "erfc", "exponential_minus_one", "gelu", "gelu_tanh", "log_plus_one", "logistic", "silu"})
+# Of these, what is added to 1 or taken from it is of size 1 at most where the result is small, however large the operand.
+OF_ONE = CANCELLING - {"gelu", "gelu_tanh", "silu"}
 # Where a function of one float turns.
 TURNS = {"abs": 0.0, "cosh": 0.0, "gelu": -0.7517915, "gelu_tanh": -0.7524614, "silu": -1.2784645}
 # Of integers: in order until they wrap, which is seen in float64.
@@ -157,6 +160,8 @@ def unit_roundoff(dtype: DType) -> float:
 def propagate(n: Node, src: Sequence[Interval], dependent: Collection[Node]) -> Interval:
     """An elementwise step over intervals: its least and largest value over their ends, and slack for its roundings."""
     fn = n.op.fn if isinstance(n.op, Map) else "select"
+    if fn != "select" and n.dtype.is_float and n.dtype.bits <= 8:
+        return _in_8_bits(n, src, dependent)
     kind = n.src[-1].dtype
     rounded = isinstance(n.op, Map) and n.dtype.is_float
 
@@ -181,10 +186,21 @@ def propagate(n: Node, src: Sequence[Interval], dependent: Collection[Node]) -> 
             return interval.low, mid, interval.high
         left = torch.zeros((), dtype=torch.float64)
         if fn in CANCELLING:
-            left = STEP_ROUNDINGS * n.dtype.epsilon * size(here[0].mid)
+            left = STEP_ROUNDINGS * n.dtype.epsilon * size(here[0].mid).clamp(max=1.0 if fn in OF_ONE else math.inf)
         return _moved(interval.low, n.dtype, -1, left), mid, _moved(interval.high, n.dtype, 1, left)
 
     return Interval(*by_pieces(n.shape, step, *(t for b in src for t in (b.low, b.mid, b.high))))
+
+
+def _in_8_bits(n: Node, src: Sequence[Interval], dependent: Collection[Node]) -> Interval:
+    """An elementwise step in floats of 8 bits or fewer: no kernel computes in these, so it is one in f32, rounded once."""
+    leaves = [Node(Param(i, s.tensor.with_dtype(F32))) for i, s in enumerate(n.src)]
+    wide = [Interval(*(t.float() for t in (b.low, b.mid, b.high))) for b in src]
+    moved = {leaf for leaf, s in zip(leaves, n.src, strict=True) if s in dependent}
+    found = propagate(Node(n.op, *leaves), wide, moved)
+    mid, nothing = _value(n, [b.mid for b in src]), torch.full((), math.nan).to(n.dtype.to_torch())
+    low, high = (picked(t.isnan(), nothing, to_float(t, n.dtype)) for t in (found.low, found.high))
+    return Interval(low, mid, high)
 
 
 def _known_float(fn: str, src: Sequence[Interval], corners: object, interval: Interval, result: DType) -> Interval:
@@ -286,7 +302,7 @@ def inflate(interval: Interval, fraction: float) -> Interval:
 
 def _rounded(interval: Interval, dtype: DType) -> tuple[torch.Tensor, torch.Tensor]:
     """Both ends of an interval, a few roundings further out."""
-    if not dtype.is_float:
+    if not dtype.is_float or dtype.bits <= 8:  # of these each is what the graph says, or what rounding gave
         return interval.low, interval.high
     nothing = torch.zeros((), dtype=torch.float64)
     return _moved(interval.low, dtype, -1, nothing), _moved(interval.high, dtype, 1, nothing)

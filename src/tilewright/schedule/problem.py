@@ -373,9 +373,10 @@ def _exponents(roots: Sequence[Node]) -> set[Node]:
 
 
 def destination_of(n: Node) -> Destination | None:
-    """The part of a state array that a write fills: constant positions, one after the other; None for any other node."""
+    """The part of a state array that a write fills: constant positions in it, one after the other; None for any other node."""
     if not isinstance(n.op, Write) or isinstance(n.src[0].op, Write) or not isinstance(n.src[1].op, Const):
         return None
     positions = [int(p) for p in n.src[1].op.data.tensor().tolist()]
-    follow = bool(positions) and positions[0] >= 0 and positions == list(range(positions[0], positions[0] + len(positions)))
+    inside = bool(positions) and positions[0] >= 0 and positions[-1] < n.shape[n.op.axis]
+    follow = inside and positions == list(range(positions[0], positions[0] + len(positions)))
     return Destination(n.shape, n.op.axis, positions[0]) if follow else None

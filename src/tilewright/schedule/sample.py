@@ -151,7 +151,7 @@ class _Sampler:
             except (IndexError, RuntimeError):  # of what an index inside it picks
                 return False
             extent = n.src[0].shape[cast("Gather | Write", n.op).axis]
-            first = 0 if isinstance(n.op, Gather) and not n.op.wraps else -extent
+            first = -extent if cast("Gather | Write", n.op).wraps else 0
             if index.numel() and not first <= int(index.min()) <= int(index.max()) < extent:
                 return False
             if isinstance(n.op, Write) and index.remainder(max(extent, 1)).unique().numel() < index.numel():

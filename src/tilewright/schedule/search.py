@@ -153,6 +153,7 @@ def search(
     cold: bool = False,
     within_s: float | None = None,
     lost: Callable[[str, str], None] = lambda candidate, why: None,
+    over: Callable[[], bool] = lambda: False,
 ) -> Decision:
     """The fastest kernel that agrees with the reference.
 
@@ -170,6 +171,7 @@ def search(
             One candidate is built and checked however long that takes.
         lost: called with the name of a candidate that crashed or hung, and how, as soon as it did; not where other programs
             had the processors, which may be why it took so long.
+        over: tells whether the time of all problems is over: then not even the first library is tried beside a kernel.
 
     With a budget, kernels are built, verified and timed in another process (`worker.py`): one that crashes or hangs is
     killed, refused, and not tried again. Here the winner alone is built once more, from the object code that is kept; it is not
@@ -189,10 +191,10 @@ def search(
     given = problem, target, budget_s, weights or {}
     if budget_s > 0:
         try:
-            return _Search(*given, in_worker=True, cold=cold, until=until, lost=lost).run(competing, depth)
+            return _Search(*given, in_worker=True, cold=cold, until=until, lost=lost, over=over).run(competing, depth)
         except UnavailableError as why:
             say(str(why))
-    here = _Search(*given, in_worker=False, cold=cold, until=until, lost=lost)
+    here = _Search(*given, in_worker=False, cold=cold, until=until, lost=lost, over=over)
     return here.run(competing, depth if budget_s > 0 else 1)
 
 
@@ -222,6 +224,7 @@ class _Search:
         cold: bool,
         until: float,
         lost: Callable[[str, str], None],
+        over: Callable[[], bool],
     ) -> None:
         self._problem, self._target, self._budget_s, self._weights, self._in_worker = (
             problem,
@@ -231,6 +234,7 @@ class _Search:
             in_worker,
         )
         self._ends, self._until, self._cold, self._lost = time.perf_counter() + budget_s, until, cold, lost
+        self._over = over
         self._longest_s = 0.0  # that a point took to be built and checked
         self._rejected: list[Rejected] = []
         self._trials: list[_Trial] = []
@@ -260,12 +264,14 @@ class _Search:
         for space in spaces:
             if not any(t.space is space for t in self._trials):
                 continue
-            left = space.left() if self._budget_s > 0 else None
+            left = space.left(self._until) if self._budget_s > 0 else None
             if left is None:
                 self._leave(space, "no more of its settings were tried")
-            elif left:
-                points = "1 more point" if left == 1 else f"{left:,} more points"
-                self._leave(space, f"{points} ranked below {'was' if left == 1 else 'were'} not tried")
+                continue
+            count, all_of_them = left
+            if count:
+                points = "1 more point" if count == 1 else f"{'' if all_of_them else 'at least '}{count:,} more points"
+                self._leave(space, f"{points} ranked below {'was' if count == 1 else 'were'} not tried")
         return self._settled(winner, spaces)
 
     def _opened(self, spaces: Sequence[Space]) -> Bench | HostedBench:
@@ -317,9 +323,12 @@ class _Search:
             built, tried = built + 1, tried + 1
 
     def _owed(self, space: Space) -> bool:
-        """Tell whether a point is tried however late it is: the first one of the first library that passes its check."""
-        return space.candidate.preference in MATRIX_LIBRARIES and not any(
-            t.space.candidate.preference in MATRIX_LIBRARIES for t in self._trials
+        """Tell whether a point is tried though it is late for this problem: the first one of the first library that passes its
+        check."""
+        return (
+            not self._over()
+            and space.candidate.preference in MATRIX_LIBRARIES
+            and not any(t.space.candidate.preference in MATRIX_LIBRARIES for t in self._trials)
         )
 
     def _late(self, racing: int) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -29,6 +30,7 @@ from tilewright.schedule.problem import AnyProblem
 # A generated kernel stands behind a library unmeasured, if it is expected to take this many times as long as the library and
 # the microseconds in which torch is called.
 PREDICTED_SLOWDOWN, TORCH_US = 1.5, 10.0
+COUNTED = 1000  # points that are counted whatever the time: in 10 ms
 
 # Sentences on candidates that did not come back from a problem in this process, by problem, device and name.
 LOST: dict[tuple[AnyProblem, str, str], str] = {}
@@ -43,14 +45,19 @@ class Space:
     points: Iterator[Schedule]
     behind: str = ""
 
-    def left(self) -> int | None:
-        """The number of points; None where that means compiling them, as for a GPU's that are ranked by their machine code."""
+    def left(self, until: float) -> tuple[int, bool] | None:
+        """The number of points, and whether these are all: counting stops at `until`, by `time.perf_counter`. None where it
+        means compiling them, as for a GPU's that are ranked by their machine code."""
         if isinstance(self.plan, Precompiled):
             return None
+        count = 0
         try:
-            return sum(1 for _ in self.points)
+            for count, _ in enumerate(self.points, 1):
+                if count % COUNTED == 0 and time.perf_counter() > until:
+                    return count, False
         except Exception:
-            return 0
+            return 0, True
+        return count, True
 
 
 def spaces_of(

@@ -44,10 +44,11 @@ def test_it_writes_where_torch_does(dtype, shape, axis, at, arrays):
 def test_a_position_out_of_range_ends_it():
     array = torch.zeros(4, 8)
     with emulating(How()):
-        write = index_copy(TensorType(F32, (4, 8)), 0, TensorType(S64, (1,)), 1, H200)
-        for at in (4, -5):
-            with pytest.raises(Exception, match="trap"):
-                write(torch.tensor([at]), [array], [torch.ones(1, 8)])
+        for wraps, outside in ((True, (4, -5)), (False, (4, -1))):
+            write = index_copy(TensorType(F32, (4, 8)), 0, TensorType(S64, (1,)), 1, H200, wraps=wraps)
+            for at in outside:
+                with pytest.raises(Exception, match="trap"):
+                    write(torch.tensor([at]), [array], [torch.ones(1, 8)])
     assert not array.any()
 
 

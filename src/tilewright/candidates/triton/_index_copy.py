@@ -17,7 +17,8 @@ def index_copy(positions, side, CONFIG):
     i, row = offsets % CONFIG.inner, offsets // CONFIG.inner
     c, o = row % CONFIG.count, row // CONFIG.count
     at = tl.load(positions + c, mask=inside, other=0)
-    at = tl.where(at < 0, at + CONFIG.extent, at)
+    if CONFIG.wraps:
+        at = tl.where(at < 0, at + CONFIG.extent, at)
     tl.device_assert((at >= 0) & (at < CONFIG.extent), "a position out of range", mask=inside)
     into = (o * CONFIG.extent + at.to(tl.int32)) * CONFIG.inner + i
     for array in tl.static_range(CONFIG.arrays):

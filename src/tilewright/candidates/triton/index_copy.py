@@ -38,6 +38,7 @@ class Copies:
     inner: int
     block: int
     dependent: bool
+    wraps: bool
 
     @property
     def total(self) -> int:
@@ -45,11 +46,13 @@ class Copies:
         return self.outer * self.count * self.inner
 
 
-def index_copy(array: TensorType, axis: int, positions: TensorType, arrays: int, target: Target) -> Write | None:
+def index_copy(
+    array: TensorType, axis: int, positions: TensorType, arrays: int, target: Target, *, wraps: bool = True
+) -> Write | None:
     """A function of positions, arrays and values that writes the values to the arrays along an axis, all in one launch; None
     for types and extents that it does not take. All are row-major, and the arrays disjoint.
 
-    A position that is out of range ends the process's work on the device, as `index_copy_` of torch does.
+    A position that is out of range ends the process's work on the device, as by the assertions of torch's own kernels.
 
     Args:
         array: the type of each array.
@@ -57,6 +60,7 @@ def index_copy(array: TensorType, axis: int, positions: TensorType, arrays: int,
         positions: their type, [n] of s32 or s64.
         arrays: how many arrays.
         target: the device.
+        wraps: negative positions count from the end; else they are out of range.
 
     Raises:
         Unsupported: Triton is not installed, or makes nothing for the device.
@@ -67,7 +71,7 @@ def index_copy(array: TensorType, axis: int, positions: TensorType, arrays: int,
     written = array.elements // array.shape[axis] * positions.elements
     if max(array.elements, written) > (1 << 31) - BLOCK:  # places, those past the end too, are counted in 31 bits
         return None
-    built, grid = kernel(array, axis, positions, arrays, target)
+    built, grid = kernel(array, axis, positions, arrays, target, wraps=wraps)
     start = launcher(built.kernel, (grid,), target.index, built.numbers).run
 
     def run(given: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -82,12 +86,14 @@ def index_copy(array: TensorType, axis: int, positions: TensorType, arrays: int,
     return write
 
 
-def kernel(array: TensorType, axis: int, positions: TensorType, arrays: int, target: Target) -> tuple[Built, int]:
+def kernel(
+    array: TensorType, axis: int, positions: TensorType, arrays: int, target: Target, *, wraps: bool = True
+) -> tuple[Built, int]:
     """The machine code, and its number of blocks."""
     arch, shape = arch_of(target), array.shape
     outer, inner, count = math.prod(shape[:axis]), math.prod(shape[axis + 1 :]), positions.elements
     block = BLOCK if count > 1 else min(BLOCK, next_power_of_2(outer * inner))
-    copies = Copies(arrays, outer, shape[axis], count, inner, block, arch.capability >= 90)
+    copies = Copies(arrays, outer, shape[axis], count, inner, block, arch.capability >= 90, wraps)
     names = [f"{side}{i}" for i in range(arrays) for side in "xy"]
     numbers = {"count": count, "total": copies.total} if count > 1 else {}
     open_ones = dict(zip(numbers, numbers, strict=True))

@@ -35,7 +35,7 @@ _ATEN = """
     ge.Scalar ge.Tensor gelu glu grid_sampler_2d grid_sampler_3d gt.Scalar gt.Tensor hamming_window
     hamming_window.periodic hamming_window.periodic_alpha hamming_window.periodic_alpha_beta hann_window
     hann_window.periodic hardshrink hardsigmoid hardswish hardtanh heaviside histc huber_loss hypot i0 igamma igammac
-    im2col index.Tensor index_add index_fill.int_Scalar index_fill.int_Tensor index_put index_reduce index_select
+    im2col index.Tensor index_add index_copy index_fill.int_Scalar index_fill.int_Tensor index_put index_reduce index_select
     isin.Scalar_Tensor isin.Tensor_Scalar isin.Tensor_Tensor isinf isnan isneginf isposinf kaiser_window.beta
     kaiser_window kaiser_window.periodic kthvalue lcm ldexp.Tensor le.Scalar le.Tensor leaky_relu lerp.Scalar lerp.Tensor
     lgamma lift_fresh_copy linalg_cholesky_ex linalg_cross linalg_householder_product linalg_inv_ex linalg_ldl_factor_ex

@@ -62,7 +62,7 @@ def index_tensor(site: Site, self: Node, indices: Sequence[Node | None]) -> Node
 
 @aten("index_put.default")
 def index_put(site: Site, self: Node, indices: Sequence[Node | None], values: Node, accumulate: bool = False) -> Node:
-    """A buffer that the program writes to, with the slices at some positions of one axis replaced (index_copy, too)."""
+    """A buffer that the program writes to, with the slices at some positions of one axis replaced."""
     axes = [a for a, index in enumerate(indices) if index is not None]
     index = indices[axes[0]] if len(axes) == 1 else None
     if index is None or index.dtype not in (S32, S64) or len(index.shape) != 1:
@@ -71,6 +71,16 @@ def index_put(site: Site, self: Node, indices: Sequence[Node | None], values: No
         raise Unmodelled("it adds to what is there, or writes to what is no state of the program")
     shape = (*self.shape[: axes[0]], *index.shape, *self.shape[axes[0] + 1 :])
     return Node(Write(axes[0]), self, index, broadcast(converted(values, self.dtype), shape))
+
+
+@aten("index_copy.default")
+def index_copy(site: Site, self: Node, dim: int, index: Node, source: Node) -> Node:
+    """The same; a position below zero is out of range."""
+    if not self.shape or index.dtype not in (S32, S64) or len(index.shape) != 1:
+        raise Unmodelled("positions are not a list of whole ones along one axis")
+    if not site.in_place or not is_state(self):
+        raise Unmodelled("it writes to what is no state of the program")
+    return Node(Write(normalize_axis(dim, len(self.shape), site.target), wraps=False), self, index, source)
 
 
 def _joined_index(indices: Sequence[Node], extents: Sequence[int]) -> Node:

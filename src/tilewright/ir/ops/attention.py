@@ -132,6 +132,12 @@ class Attention(Op):
         return (*found, Factor((2, None, None, *queries), 2)) if self.causal == "no" else tuple(found)
 
     def evaluate(self, node: Node, src: Sequence[torch.Tensor]) -> Value:
+        product = to_float(self.product(node, src), self.result_type([s.tensor for s in node.src]).dtype)
+        stored = self._region(self.stores, src, product) if self.stores else [product]
+        return stored[0] if len(stored) == 1 else tuple(stored)
+
+    def product(self, node: Node, src: Sequence[torch.Tensor]) -> torch.Tensor:
+        """The result [B, Hq, S, Dv] before it is rounded to q's type: f32, or f64 where that is computed in."""
         result = self.result_type([s.tensor for s in node.src])
         compute = torch.float64 if result.dtype is F64 or float64_gemms() else torch.float32
         operands = [self._region((o,), src, None)[0] for o in self.operands] or list(src)
@@ -145,9 +151,7 @@ class Attention(Op):
         weights = self.softmax(scores)
         if self.weights is not None:
             weights = self._region((self.weights,), src, weights)[0].to(compute)
-        product = to_float(weights @ v, result.dtype)
-        stored = self._region(self.stores, src, product) if self.stores else [product]
-        return stored[0] if len(stored) == 1 else tuple(stored)
+        return weights @ v
 
     def masked(
         self, scores: torch.Tensor, mask: torch.Tensor | None, first: int = 0, queries: int | None = None

@@ -181,12 +181,14 @@ class Write(Op):
     """Sources x, integer positions [n] and y: x with slice i of y for its slice positions[i] along `axis` (torch's index_copy).
 
     x is an input that is state (`Graph.state`), or another write to one, and nothing else reads it: the result takes
-    its memory. Positions are distinct; negative ones count from the end.
+    its memory. Positions are distinct; negative ones count from the end, or where `wraps` is false are out of range, as for
+    torch's index_copy.
     """
 
     arity: ClassVar[int | None] = 3
 
     axis: int
+    wraps: bool = True
 
     def infer(self, *src: TensorType) -> Type:
         x, positions, y = src
@@ -204,7 +206,8 @@ class Write(Op):
     def evaluate(self, node: Node, src: Sequence[torch.Tensor]) -> Value:
         x, positions, y = src
         index = positions.to(torch.int64)
-        index = torch.where(index < 0, index + x.shape[self.axis], index)
+        if self.wraps:
+            index = torch.where(index < 0, index + x.shape[self.axis], index)
         return by_bits(lambda x, y: x.index_copy(self.axis, index, y), x, y)
 
 
