@@ -262,6 +262,10 @@ def whole(rank: int) -> object:
     feeds = {n.op.label: torch.randn(n.shape, generator=torch.Generator().manual_seed(i)) for i, n in enumerate(graph.inputs)}
     (wanted,) = evaluate(graph, feeds, float64=True)
     got = program(**{n: program.part(n, t) for n, t in feeds.items()})
+    with pytest.raises(InputError, match=r"no input 'w'[\s\S]*the inputs are x, w_gate, w_up, w_down"):
+        program.part("w", feeds["x"])
+    with pytest.raises(InputError, match=r"shape \[768, 128\] given, \[768, 256\] or a part of \[384, 256\] wanted"):
+        program.part("w_down", feeds["w_down"][:, :128])
     return [float((got - wanted).abs().max() / wanted.abs().max()), [s.part.kind for s in program.steps]]
 
 

@@ -52,6 +52,7 @@ def start(verb: str, args: Sequence[str], mesh: str) -> int:
     with tempfile.TemporaryDirectory(prefix="tilewright-job-") as folder:
         common = {**os.environ, JOB: str(Path(folder) / "store"), "WORLD_SIZE": str(count)}
         common.setdefault("OMP_NUM_THREADS", str(max(1, usable() // count)))
+        common.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # else torch says of a rank that is gone where its own code noticed
         if sys.platform == "linux":
             common.setdefault("GLOO_SOCKET_IFNAME", "lo")
         command = [sys.executable, "-m", "tilewright", verb, *args]
