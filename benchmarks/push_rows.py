@@ -49,7 +49,7 @@ from tilewright.ir.mesh import Mesh
 from tilewright.ir.notation import parse
 from tilewright.ir.ops import AllReduce, Gemm, LayerNorm, Param, Quantize
 from tilewright.ir.types import TensorType
-from tilewright.lowering.stages import chosen_of
+from tilewright.lowering.pieces import chosen_of
 from tilewright.schedule.candidate import Schedule, discover, plan_for
 from tilewright.schedule.problem import Problem
 

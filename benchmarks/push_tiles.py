@@ -54,7 +54,7 @@ from tilewright.ir.graph import Node, label_of
 from tilewright.ir.mesh import Mesh
 from tilewright.ir.notation import parse
 from tilewright.ir.ops import AllReduce, Gemm, Param, ReduceScatter
-from tilewright.lowering.stages import chosen_of, joined
+from tilewright.lowering.pieces import chosen_of, joined
 from tilewright.runtime.team import team_of
 from tilewright.schedule.candidate import Schedule, plan_for
 from tilewright.schedule.problem import Problem

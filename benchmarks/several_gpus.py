@@ -43,8 +43,9 @@ from tilewright.ir.graph import Graph, Node, label_of, substitute
 from tilewright.ir.mesh import Mesh, Placement
 from tilewright.ir.notation import parse
 from tilewright.ir.ops import AllGather, AllReduce, LayerNorm, Quantize, ReduceScatter
+from tilewright.lowering.pieces import own_of
 from tilewright.on_mesh import MeshProgram
-from tilewright.schedule.candidate import Schedule, labelled
+from tilewright.schedule.candidate import labelled
 
 LAYERS = {"qkv": ("all_gather", 10240, 8192), "o": ("reduce", 8192, 8192), "gate_up": ("all_gather", 57344, 8192)}
 LAYERS["down"] = ("reduce", 8192, 28672)  # N and K of the whole weight
@@ -217,7 +218,7 @@ class Layer:
         decisions = [s.decision for s in program.steps if s.decision is not None]
         self.kernels = [d.kernel.candidate for d in decisions]
         self.points = [
-            f"{labelled(name, first_knobs(schedule))}: {why}"
+            f"{labelled(name, own_of(schedule))}: {why}"
             for d in decisions
             for name, schedule, why in [
                 (d.kernel.candidate, d.kernel.schedule, f"{d.time_us or 0.0:.1f} µs, taken"),
@@ -309,11 +310,6 @@ class Layer:
         """Bytes that a rank sends at least."""
         size = self.rows * (self.k * (1 if self.dtype == "fp8" else 2) if self.collective == "all_gather" else self.n * 2)
         return size * (self.job.world - 1) // self.job.world * (2 if self.collective == "all_reduce" else 1)
-
-
-def first_knobs(schedule: Schedule) -> Schedule:
-    """A point without those of its pieces."""
-    return Schedule(tuple((name, value) for name, value in schedule.knobs if "." not in name))
 
 
 def packed_by_torch(codes: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

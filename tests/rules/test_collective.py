@@ -95,7 +95,7 @@ def test_the_own_part_is_taken_before_it_travels():
 
 @pytest.mark.parametrize("op", [AllGather, AllReduce, AllToAll, Own, ReduceScatter])
 def test_one_rank_alone_exchanges_nothing(op):
-    """Over an axis of one rank, and over several of them; not where one of two axes has more."""
+    """Nor over several such axes; where one of two has more ranks, values travel."""
     x = input_("x", F32, (8, 8))
     for how, left in (((("tp",), (1,)), False), ((("dp", "tp"), (1, 1)), False), ((("dp", "tp"), (1, 2)), True)):
         (after,) = staged(Graph("g", (x,), (Node(op(*how), x),), ("y",)), "canonical").outputs

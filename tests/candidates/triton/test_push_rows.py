@@ -13,7 +13,7 @@ from tilewright.ir.build import const, convert, input_, map_, reduce_
 from tilewright.ir.graph import Graph, Node
 from tilewright.ir.mesh import Mesh, simulate, team
 from tilewright.ir.ops import Gemm, LayerNorm, Place, Quantize, gemm
-from tilewright.lowering.stages import joined
+from tilewright.lowering.pieces import joined
 from tilewright.rules.shard import localise
 from tilewright.schedule.problem import problem_of
 

@@ -10,7 +10,7 @@ import torch
 from ptx import H200, Fault
 from pushed import late, results, right, summed
 
-from tilewright.lowering.stages import chosen_of, joined
+from tilewright.lowering.pieces import chosen_of, joined
 
 pytest.importorskip("triton")
 
