@@ -67,6 +67,21 @@ class Job:
     control: Any
     rounds: int
 
+    @classmethod
+    def started(cls, rounds: int, tiny: bool) -> Job:
+        """Take this process as a rank of torchrun's: on a GPU of its own, on the CPU if there is none or shapes are `tiny`."""
+        cuda, local = torch.cuda.is_available() and not tiny, int(os.environ.get("LOCAL_RANK", "0"))
+        if cuda:
+            torch.cuda.set_device(local)
+        dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo")
+        control = dist.new_group(backend="gloo")
+        return cls(dist.get_rank(), dist.get_world_size(), f"cuda:{local}" if cuda else "cpu", control, rounds)
+
+    def ended(self) -> None:
+        """Leave the job, when all have come here."""
+        dist.barrier(group=self.control)
+        dist.destroy_process_group()
+
     @property
     def cuda(self) -> bool:
         return self.device != "cpu"
@@ -387,13 +402,7 @@ def main(
     layers: str, dtypes: str, rows: str, budget: float, rounds: int, seconds: float, replays: int, points: bool, tiny: bool
 ) -> None:
     """Time each case; see the head of this file."""
-    cuda = torch.cuda.is_available() and not tiny
-    local = int(os.environ.get("LOCAL_RANK", "0"))
-    if cuda:
-        torch.cuda.set_device(local)
-    dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo")
-    control = dist.new_group(backend="gloo")
-    job = Job(dist.get_rank(), dist.get_world_size(), f"cuda:{local}" if cuda else "cpu", control, rounds)
+    job = Job.started(rounds, tiny)
     began, table, rate = time.perf_counter(), list[dict[str, Any]](), link_gbps(job)
     shrink = 32 if tiny else 1
     for name, dtype, m, collective in cases(layers.split(","), dtypes.split(","), [int(r) for r in rows.split(",")], job.world):
@@ -418,7 +427,7 @@ def main(
                 row["off"][way] = job.most(float(off))
         row["product"], row["link"] = job.timed(layer.alone), layer.sent_bytes / rate / 1e3
         row["limit"] = max(row["product"], row["link"])
-        if replays and m <= TAIL_ROWS and cuda:
+        if replays and m <= TAIL_ROWS and job.cuda:
             row["stress"] = stressed(job, run, replays)
         table.append(row)
         if job.rank == 0:
@@ -434,8 +443,7 @@ def main(
     if job.rank == 0 and os.environ.get("OUT"):
         made = {"link_gbps": rate, "world": job.world, "rows": table}
         Path(os.environ["OUT"], f"several_gpus_tp{job.world}.json").write_text(json.dumps(made, indent=1))
-    dist.barrier(group=control)
-    dist.destroy_process_group()
+    job.ended()
 
 
 if __name__ == "__main__":
