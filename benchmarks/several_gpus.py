@@ -37,6 +37,7 @@ import torch
 import torch.distributed as dist
 
 import tilewright
+from replayed import VARIANTS, captured, delayed, median_us, replayed, wrong_bytes
 from tilewright.dtype import BF16, F8E4M3FN, F32
 from tilewright.ir.build import const, convert, input_, map_, reduce_
 from tilewright.ir.graph import Graph, Node, label_of, substitute
@@ -108,20 +109,14 @@ class Job:
         return max(self._median(whole[0].replay, calls) - (self._median(flush[0].replay, calls) if cold else 0.0), 0.1)
 
     def _median(self, run: Run, calls: int) -> float:
+        if self.cuda:
+            return self.most(median_us(run, calls, self.rounds, lambda: dist.barrier(group=self.control)))
         found: list[float] = []
         for _ in range(self.rounds):
             dist.barrier(group=self.control)
-            if self.cuda:
-                start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-                start.record()
-                run()
-                end.record()
-                end.synchronize()
-                found.append(1e3 * start.elapsed_time(end) / calls)
-            else:
-                began = time.perf_counter()
-                run()
-                found.append(1e6 * (time.perf_counter() - began) / calls)
+            began = time.perf_counter()
+            run()
+            found.append(1e6 * (time.perf_counter() - began) / calls)
         return self.most(statistics.median(found))
 
     def together(self, make: Callable[[], Any]) -> Any:
@@ -135,15 +130,6 @@ class Job:
                 click.echo(f"rank {self.rank}: {why[:200]}", err=True)
             return None
         return made
-
-
-def captured(run: Run) -> tuple[torch.cuda.CUDAGraph, Any]:
-    """A graph of a call, and what keeps its memory."""
-    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
-    torch.cuda.synchronize()
-    with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
-        kept = run()
-    return graph, kept
 
 
 @dataclass
@@ -358,19 +344,13 @@ def stressed(job: Job, run: Run, replays: int) -> str:
     def calls() -> Any:
         made: list[Any] = []
         for _ in range(3):
-            torch.cuda._sleep(rng.randrange(1, 60_000))  # pyright: ignore
+            delayed(rng, 1.0)
             made.append(run())
-            bad.add_((first(made[-1]).view(torch.uint8) != wanted.view(torch.uint8)).sum())
+            bad.add_(wrong_bytes(first(made[-1]), wanted))
         return made
 
-    graphs = [captured(calls) for _ in range(4)]
-    for n in range(replays):
-        if rng.random() < 0.3:
-            torch.cuda._sleep(rng.randrange(1, 120_000))  # pyright: ignore
-        graphs[rng.randrange(4)][0].replay()
-        if n % 100 == 99:
-            torch.cuda.synchronize()
-    torch.cuda.synchronize()
+    graphs = [captured(calls) for _ in range(VARIANTS)]
+    replayed({job.rank: [graph for graph, _ in graphs]}, replays, rng, lambda: False)
     return f"{replays} replays, {int(job.most(float(bad)))} wrong bytes"
 
 
