@@ -164,12 +164,13 @@ def test_what_ranks_save_they_run_and_its_results_are_whole(environment, tmp_pat
         (("perf", EXAMPLE, "--mesh", "tp=2", "--against", "torch"), "--against is for a program of one process"),
         (("explain", EXAMPLE, "--mesh", "dp=1"), "no mesh axis 'tp'"),
         (("explain", EXAMPLE), "the program is one of several ranks"),
+        (("perf", "nothing.tw", "--mesh", "tp=2"), "no such file: nothing.tw"),
         (("run", "nothing.twp", "--mesh", "tp=1"), "nothing.0-of-1.twp"),
     ],
 )
 def test_what_cannot_be_run_on_a_mesh_is_said(words, sentence, environment):
     _, err = (command := started(*words, **environment)).communicate(timeout=120)
-    assert sentence in err and command.returncode == 2, err
+    assert err.count(sentence) == 1 and err.count("error:") == 1 and command.returncode == 2, err
 
 
 def test_a_program_that_places_nothing_is_placed_as_for_simulated_ranks(environment, tmp_path):
