@@ -97,7 +97,7 @@ class MeshProgram(Program):
         return dict(zip(names, said, strict=True))
 
     def part(self, name: str, value: object) -> object:
-        """The part that this rank takes of an input given whole; one that is a part already as it is.
+        """The part that this rank takes of an input given whole; a part, and a DTensor, as it is.
 
         On CPUs it is remembered of which tensor a part is: calls with parts of other tensors on several ranks are refused.
 
@@ -108,7 +108,7 @@ class MeshProgram(Program):
             raise InputError(f"no input {name!r}", where=self.graph.name, hint=f"the inputs are {', '.join(self.input_types)}")
         lies, wanted, mesh = self.placements[name], self.input_types[name].shape, self.team.mesh
         shape = getattr(value, "shape", None)
-        if shape is None or tuple(shape) == wanted or not lies.names:
+        if shape is None or hasattr(value, "device_mesh") or tuple(shape) == wanted or not lies.names:
             return value
         full = tuple(d * mesh.ranks_of(names) for d, names in zip(wanted, lies.splits, strict=True))
         if tuple(shape) != full:

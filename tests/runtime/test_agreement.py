@@ -253,10 +253,14 @@ def test_programs_are_saved_by_rank_and_loaded_together(tmp_path):
 
 
 def whole(rank: int) -> object:
-    """A program over whole tensors, given with places, is made one rank's."""
+    """A program over whole tensors, given with places, is made one rank's; a rank of it is in more groups than the other."""
+    import torch.distributed as dist
+
     import tilewright
     from tilewright.frontends import load
 
+    if rank:
+        dist.new_group([rank], use_local_synchronization=True)
     graph = load(EXAMPLE)
     program = cast("Any", tilewright.compile(EXAMPLE, mesh="tp=2", budget_s=0))
     feeds = {n.op.label: torch.randn(n.shape, generator=torch.Generator().manual_seed(i)) for i, n in enumerate(graph.inputs)}

@@ -7,6 +7,7 @@ import re
 import signal
 import threading
 import time
+from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -23,7 +24,7 @@ from tilewright.errors import PeerError, TilewrightError
 from tilewright.ir.build import input_
 from tilewright.ir.mesh import Mesh, split_feeds
 from tilewright.ir.ops import gemm
-from tilewright.runtime.team import ProcessTeam
+from tilewright.runtime.team import ProcessTeam, _made
 
 BAD = 1  # the rank that fails, in its sixth call
 
@@ -326,6 +327,27 @@ def test_an_error_that_is_of_no_connection_is_not_taken_for_one(error, gone, tol
     with pytest.raises(PeerError if told else type(error)) as found, team._ending():
         raise error
     assert (str(found.value).startswith(told) and team._error is found.value) if told else found.value is error
+
+
+@pytest.mark.parametrize("error", [dist.DistStoreError("wait timeout after 30000ms"), RuntimeError("Connection refused")])
+def test_ranks_that_do_not_make_the_same_group_are_named(error, monkeypatch):
+    """As where one compiles for another mesh; torch's own words name keys of its store."""
+
+    def new_group(*_: object, **__: object) -> object:
+        raise error
+
+    monkeypatch.setattr(dist, "new_group", new_group)
+    with pytest.raises(PeerError, match=r"ranks 1, 3 did not meet in 30 s: (wait|Connection)[\s\S]*for the same meshes"):
+        _made((3, 1), "gloo", timedelta(seconds=30))
+
+
+def test_an_error_of_this_rank_alone_makes_no_group_and_is_as_it_was(monkeypatch):
+    def new_group(*_: object, **__: object) -> object:
+        raise RuntimeError("Invalid backend")
+
+    monkeypatch.setattr(dist, "new_group", new_group)
+    with pytest.raises(RuntimeError, match="Invalid backend"):
+        _made((3, 1), "gloo", timedelta(seconds=30))
 
 
 def test_weights_that_differ_by_rank_are_refused_where_they_are_whole():

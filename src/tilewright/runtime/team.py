@@ -11,12 +11,13 @@ import os
 import socket
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
@@ -449,11 +450,46 @@ class _Group:
         self.sent: tuple[dist.Work, torch.Tensor] | None = None
 
 
+_made_of: Counter[str] = Counter()  # how many groups of ours these ranks have
+
+
 def _made(ranks: Sequence[int], backend: str, within: timedelta) -> dist.ProcessGroup:
-    """A group of torch's, made by its own ranks alone."""
-    made = dist.new_group(sorted(ranks), timeout=within, backend=backend, use_local_synchronization=True)
+    """A group of torch's, made by its own ranks alone.
+
+    Raises:
+        PeerError: they did not all come to make it.
+    """
+    whose = "_".join(map(str, sorted(ranks)))
+    try:
+        with _named(f"tilewright_{whose}_{_made_of[whose]}"):
+            made = dist.new_group(sorted(ranks), timeout=within, backend=backend, use_local_synchronization=True)
+    except RuntimeError as error:
+        if not isinstance(error, dist.DistError) and not any(words in str(error) for words in BROKEN):
+            raise
+        what = f"ranks {', '.join(map(str, sorted(ranks)))} did not meet in {within.total_seconds():g} s: {first_line(error)}"
+        raise PeerError(what, hint="all of them compile for the same meshes, in the same order") from error
+    _made_of[whose] += 1
     assert isinstance(made, dist.ProcessGroup)
     return made
+
+
+@contextmanager
+def _named(name: str) -> Generator[None]:
+    """A context in which torch gives a group that this thread makes this name.
+
+    By itself it counts the groups that a process is in, of which some ranks may have more than others: of the user's, or of
+    another mesh. Then they wait for each other under different names.
+    """
+    torchs: Any = dist.distributed_c10d
+    its_own, thread = getattr(torchs, "_hash_ranks_to_str", None), threading.get_ident()
+    if its_own is None:  # another version of torch
+        yield
+        return
+    torchs._hash_ranks_to_str = lambda *given: name if threading.get_ident() == thread else its_own(*given)
+    try:
+        yield
+    finally:
+        torchs._hash_ranks_to_str = its_own
 
 
 def _store(host: str, port: int, *, is_master: bool) -> TCPStore:
