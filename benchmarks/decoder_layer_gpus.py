@@ -97,7 +97,7 @@ class Layer:
 
     @cached_property
     def weights(self) -> dict[str, dict[str, torch.Tensor]]:
-        """Of each product what its line of the notation calls `b` and `b_scale`."""
+        """Operands `b` and `b_scale` of each product's line of the notation."""
         (heads, shared, hidden), s = self.own, self.sizes
         shapes = {"qkv": ((heads + 2 * shared) * s.head, s.width), "o": (s.width, heads * s.head)}
         shapes |= {"gate": (hidden, s.width), "up": (hidden, s.width), "down": (s.width, hidden)}

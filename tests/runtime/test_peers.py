@@ -331,7 +331,7 @@ def test_an_error_that_is_of_no_connection_is_not_taken_for_one(error, gone, tol
 
 @pytest.mark.parametrize("error", [dist.DistStoreError("wait timeout after 30000ms"), RuntimeError("Connection refused")])
 def test_ranks_that_do_not_make_the_same_group_are_named(error, monkeypatch):
-    """As where one compiles for another mesh; torch's own words name keys of its store."""
+    """One compiles for another mesh, say; torch's own words name keys of its store."""
 
     def new_group(*_: object, **__: object) -> object:
         raise error
