@@ -23,7 +23,6 @@ import json
 import math
 import os
 import random
-import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -37,6 +36,7 @@ from typing import Any, cast
 import click
 import torch
 
+from replayed import VARIANTS, captured, delayed, median_us, replayed, wrong_bytes
 from tilewright.candidates.triton.push_rows.candidate import CANDIDATE, Plan
 from tilewright.candidates.triton.push_rows.virtual import VirtualRanks
 from tilewright.dtype import F8E4M3FN, F32
@@ -49,16 +49,15 @@ from tilewright.ir.mesh import Mesh
 from tilewright.ir.notation import parse
 from tilewright.ir.ops import AllReduce, Gemm, LayerNorm, Param, Quantize
 from tilewright.ir.types import TensorType
-from tilewright.lowering.stages import chosen_of
+from tilewright.lowering.pieces import chosen_of
 from tilewright.schedule.candidate import Schedule, discover, plan_for
 from tilewright.schedule.problem import Problem
 
 LAYERS = {"o": (8192, 8192), "down": (8192, 28672)}  # N and K of the whole weight
 GROUP = 128  # codes of 4 bits along K that share a scale
 OVERLAPPED = 16  # rows, up to which waiting kernels leave multiprocessors to those that they wait for
-VARIANTS = 4  # graphs of each rank, that differ in their delays
 CALLS = 3  # of a graph: an odd number, so that calls on the same data take either slot
-LONGEST = 60_000  # cycles of a delay
+ROUNDS = 11
 EPSILON = 1e-5
 
 
@@ -261,70 +260,30 @@ def by_torch(partial: torch.Tensor, residual: torch.Tensor, gain: torch.Tensor) 
     return y, (normed / scale).to(torch.float8_e4m3fn), scale
 
 
-def captured(run: Callable[[], object], stream: torch.cuda.Stream) -> tuple[torch.cuda.CUDAGraph, object]:
-    """A graph of a call, and what the call gave."""
-    graph = torch.cuda.CUDAGraph()
-    torch.cuda.synchronize()
-    with torch.cuda.graph(graph, stream=stream):
-        kept = run()
-    return graph, kept
-
-
-def replayed_us(graph: torch.cuda.CUDAGraph, calls: int) -> float:
-    found: list[float] = []
-    for _ in range(12):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        found.append(1e3 * start.elapsed_time(end) / calls)
-    return statistics.median(found[2:])
-
-
 def stressed(ranks: Ranks, right: Sequence[Sequence[torch.Tensor]], replays: int, seed: int) -> str:
     """Replays with delays: the reason why they went wrong; "" if they did not.
 
     `right` are the results of each call, the same on all ranks.
     """
     case, rng, device = ranks.case, random.Random(seed), ranks.target.device
-    streams = [torch.cuda.Stream() for _ in range(case.ranks)]
     bad = [torch.zeros((), dtype=torch.int64, device=device) for _ in range(case.ranks)]
-    graphs: list[list[torch.cuda.CUDAGraph]] = []
-    kept: list[object] = []
 
     def calls(rank: int) -> object:
         made: list[object] = []
         for call in range(CALLS):
-            if rng.random() < 0.5:
-                torch.cuda._sleep(rng.randrange(LONGEST))  # pyright: ignore[reportPrivateUsage, reportUnknownMemberType]
+            delayed(rng)
             ranks.product(rank, call)
-            if rng.random() < 0.5:
-                torch.cuda._sleep(rng.randrange(LONGEST))  # pyright: ignore[reportPrivateUsage, reportUnknownMemberType]
+            delayed(rng)
             results = ranks.tail(rank, call)
             for got, r in zip(results, right[call], strict=True):
-                bad[rank].add_((got.view(torch.uint8) != r.view(torch.uint8)).sum())
+                bad[rank].add_(wrong_bytes(got, r))
             made.append(results)
         return made
 
-    for rank in range(case.ranks):
-        made = [captured(lambda rank=rank: calls(rank), streams[rank]) for _ in range(VARIANTS)]
-        graphs.append([graph for graph, _ in made])
-        kept.append(made)
-    torch.cuda.synchronize()
-    for n in range(replays):
-        for rank in rng.sample(range(case.ranks), case.ranks):
-            with torch.cuda.stream(streams[rank]):
-                if rng.random() < 0.3:
-                    torch.cuda._sleep(rng.randrange(2 * LONGEST))  # pyright: ignore[reportPrivateUsage, reportUnknownMemberType]
-                graphs[rank][rng.randrange(VARIANTS)].replay()
-        if n % 10 == 9:  # what is queued must not fill a stream's queue, for another rank's is filled behind it
-            torch.cuda.synchronize()
-            if any(ranks.space.late()):
-                return f"replay {n}: ranks waited in vain: {ranks.space.late()}"
-    torch.cuda.synchronize()
-    if any(ranks.space.late()):
-        return f"ranks waited in vain: {ranks.space.late()}"
+    made = {r: [captured(lambda r=r: calls(r)) for _ in range(VARIANTS)] for r in range(case.ranks)}
+    graphs = {r: [graph for graph, _ in each] for r, each in made.items()}
+    if why := replayed(graphs, replays, rng, lambda: any(ranks.space.late())):
+        return f"{why}: {ranks.space.late()}"
     found = [int(b) for b in bad]
     return f"wrong bytes by rank: {found}" if any(found) else ""
 
@@ -368,7 +327,7 @@ def one_case(case: Case, target: Target, replays: int, seed: int) -> dict[str, A
             torch.cuda.synchronize()
             graph, _kept = captured(lambda way=way: [way() for _ in range(4)], main)
             graph.replay()
-            found[name] = round(replayed_us(graph, 4 * case.ranks), 2)
+            found[name] = round(median_us(graph.replay, 4 * case.ranks, ROUNDS), 2)
         if any(ranks.space.late()):
             found["check"] = f"ranks waited in vain: {ranks.space.late()}"
         row["points"].append(found)

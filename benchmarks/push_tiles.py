@@ -23,7 +23,6 @@ import json
 import math
 import os
 import random
-import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -42,6 +41,7 @@ import click
 import torch
 import torch.distributed as dist
 
+from replayed import VARIANTS, captured, delayed, median_us, replayed, wrong_bytes
 from tilewright.candidates.triton.hopper.gemm.run import compiled, runner
 from tilewright.candidates.triton.hopper.gemm.spec import spec_of
 from tilewright.candidates.triton.hopper.gemm.tile import TileConfig
@@ -54,15 +54,13 @@ from tilewright.ir.graph import Node, label_of
 from tilewright.ir.mesh import Mesh
 from tilewright.ir.notation import parse
 from tilewright.ir.ops import AllReduce, Gemm, Param, ReduceScatter
-from tilewright.lowering.stages import chosen_of, joined
+from tilewright.lowering.pieces import chosen_of, joined
 from tilewright.runtime.team import team_of
 from tilewright.schedule.candidate import Schedule, plan_for
 from tilewright.schedule.problem import Problem
 
 LAYERS = {"o": (8192, 8192), "down": (8192, 28672), "small": (512, 1024)}  # N and K of the whole weight
 CALLS = 3  # of a graph: an odd number, so that calls on the same data take either slot
-VARIANTS = 4  # graphs of each rank, that differ in their delays
-LONGEST = 60_000  # cycles of a delay
 ROUNDS = 15
 OVER = ("tp",)
 
@@ -267,65 +265,36 @@ class Ranks:
         return why
 
 
-def captured(run: Callable[[], object]) -> tuple[torch.cuda.CUDAGraph, object]:
-    """A graph of a call, and what the call gave."""
-    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
-    torch.cuda.synchronize()
-    with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
-        kept = run()
-    return graph, kept
-
-
 def timed(world: World, run: Callable[[], object], calls: int = 8) -> float:
     """µs of a call in a graph, of the slowest rank; the L2 cache is as the call before left it."""
     world.barrier()
     graph, _kept = captured(lambda: [run() for _ in range(calls)])
-    found: list[float] = []
-    for _ in range(ROUNDS):
-        world.barrier()
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        found.append(1e3 * start.elapsed_time(end) / calls)
-    return max(world.gathered(statistics.median(found[3:])))
+    graph.replay()
+    return max(world.gathered(median_us(graph.replay, calls, ROUNDS, world.barrier)))
 
 
 def stressed(ranks: Ranks, right: dict[int, list[torch.Tensor]], replays: int, seed: int) -> str:
     """Replays with delays: the reason why they went wrong; "right" if they did not."""
     world = ranks.world
-    rng, streams = random.Random(seed + 1000 * world.mine[0]), {r: torch.cuda.Stream() for r in world.mine}
+    rng = random.Random(seed + 1000 * world.mine[0])
     bad = {r: torch.zeros((), dtype=torch.int64, device=world.device) for r in world.mine}
 
     def calls(rank: int) -> object:
-        made: list[object] = []
+        made: list[torch.Tensor] = []
         for call in range(CALLS):
-            if rng.random() < 0.5:
-                torch.cuda._sleep(rng.randrange(LONGEST))  # pyright: ignore[reportPrivateUsage, reportUnknownMemberType]
-            got = ranks.call(rank, call)
-            bad[rank].add_((got.view(torch.int16) != right[rank][call].view(torch.int16)).sum())
-            made.append(got)
+            delayed(rng)
+            made.append(ranks.call(rank, call))
+            bad[rank].add_(wrong_bytes(made[-1], right[rank][call]))
         return made
 
-    graphs = {r: [captured(lambda r=r: calls(r)) for _ in range(VARIANTS)] for r in world.mine}
+    made = {r: [captured(lambda r=r: calls(r)) for _ in range(VARIANTS)] for r in world.mine}
     world.barrier()
-    for n in range(replays):
-        for r in rng.sample(world.mine, len(world.mine)):
-            with torch.cuda.stream(streams[r]):
-                if rng.random() < 0.3:
-                    torch.cuda._sleep(rng.randrange(2 * LONGEST))  # pyright: ignore[reportPrivateUsage, reportUnknownMemberType]
-                graphs[r][rng.randrange(VARIANTS)][0].replay()
-        if n % 10 == 9:  # what is queued must not fill a stream's queue, for another rank's is filled behind it
-            torch.cuda.synchronize()
-            if world.late():
-                return f"replay {n}: a rank waited in vain"
-    torch.cuda.synchronize()
+    late = replayed({r: [graph for graph, _ in each] for r, each in made.items()}, replays, rng, world.late)
     found = [int(b) for b in bad.values()]
-    said = world.gathered((found, world.late()))
-    if any(late for _, late in said):
-        return "a rank waited in vain"
-    return f"wrong values by rank: {said}" if any(any(f) for f, _ in said) else "right"
+    said = world.gathered((found, late))
+    if why := next((why for _, why in said if why), ""):
+        return why
+    return f"wrong bytes by rank: {said}" if any(any(f) for f, _ in said) else "right"
 
 
 def built(case: Case, target: Target, most: int, few: bool) -> str:

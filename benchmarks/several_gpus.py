@@ -37,14 +37,16 @@ import torch
 import torch.distributed as dist
 
 import tilewright
+from replayed import VARIANTS, captured, delayed, median_us, replayed, wrong_bytes
 from tilewright.dtype import BF16, F8E4M3FN, F32
 from tilewright.ir.build import const, convert, input_, map_, reduce_
 from tilewright.ir.graph import Graph, Node, label_of, substitute
 from tilewright.ir.mesh import Mesh, Placement
 from tilewright.ir.notation import parse
 from tilewright.ir.ops import AllGather, AllReduce, LayerNorm, Quantize, ReduceScatter
+from tilewright.lowering.pieces import own_of
 from tilewright.on_mesh import MeshProgram
-from tilewright.schedule.candidate import Schedule, labelled
+from tilewright.schedule.candidate import labelled
 
 LAYERS = {"qkv": ("all_gather", 10240, 8192), "o": ("reduce", 8192, 8192), "gate_up": ("all_gather", 57344, 8192)}
 LAYERS["down"] = ("reduce", 8192, 28672)  # N and K of the whole weight
@@ -65,6 +67,21 @@ class Job:
     device: str
     control: Any
     rounds: int
+
+    @classmethod
+    def started(cls, rounds: int, tiny: bool) -> Job:
+        """Take this process as a rank of torchrun's: on a GPU of its own, on the CPU if there is none or shapes are `tiny`."""
+        cuda, local = torch.cuda.is_available() and not tiny, int(os.environ.get("LOCAL_RANK", "0"))
+        if cuda:
+            torch.cuda.set_device(local)
+        dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo")
+        control = dist.new_group(backend="gloo")
+        return cls(dist.get_rank(), dist.get_world_size(), f"cuda:{local}" if cuda else "cpu", control, rounds)
+
+    def ended(self) -> None:
+        """Leave the job, when all have come here."""
+        dist.barrier(group=self.control)
+        dist.destroy_process_group()
 
     @property
     def cuda(self) -> bool:
@@ -92,20 +109,14 @@ class Job:
         return max(self._median(whole[0].replay, calls) - (self._median(flush[0].replay, calls) if cold else 0.0), 0.1)
 
     def _median(self, run: Run, calls: int) -> float:
+        if self.cuda:
+            return self.most(median_us(run, calls, self.rounds, lambda: dist.barrier(group=self.control)))
         found: list[float] = []
         for _ in range(self.rounds):
             dist.barrier(group=self.control)
-            if self.cuda:
-                start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-                start.record()
-                run()
-                end.record()
-                end.synchronize()
-                found.append(1e3 * start.elapsed_time(end) / calls)
-            else:
-                began = time.perf_counter()
-                run()
-                found.append(1e6 * (time.perf_counter() - began) / calls)
+            began = time.perf_counter()
+            run()
+            found.append(1e6 * (time.perf_counter() - began) / calls)
         return self.most(statistics.median(found))
 
     def together(self, make: Callable[[], Any]) -> Any:
@@ -119,15 +130,6 @@ class Job:
                 click.echo(f"rank {self.rank}: {why[:200]}", err=True)
             return None
         return made
-
-
-def captured(run: Run) -> tuple[torch.cuda.CUDAGraph, Any]:
-    """A graph of a call, and what keeps its memory."""
-    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
-    torch.cuda.synchronize()
-    with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
-        kept = run()
-    return graph, kept
 
 
 @dataclass
@@ -217,7 +219,7 @@ class Layer:
         decisions = [s.decision for s in program.steps if s.decision is not None]
         self.kernels = [d.kernel.candidate for d in decisions]
         self.points = [
-            f"{labelled(name, first_knobs(schedule))}: {why}"
+            f"{labelled(name, own_of(schedule))}: {why}"
             for d in decisions
             for name, schedule, why in [
                 (d.kernel.candidate, d.kernel.schedule, f"{d.time_us or 0.0:.1f} µs, taken"),
@@ -311,11 +313,6 @@ class Layer:
         return size * (self.job.world - 1) // self.job.world * (2 if self.collective == "all_reduce" else 1)
 
 
-def first_knobs(schedule: Schedule) -> Schedule:
-    """A point without those of its pieces."""
-    return Schedule(tuple((name, value) for name, value in schedule.knobs if "." not in name))
-
-
 def packed_by_torch(codes: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """4-bit weights as torch's product reads them."""
     unsigned = (codes + 8).to(torch.uint8)
@@ -347,19 +344,13 @@ def stressed(job: Job, run: Run, replays: int) -> str:
     def calls() -> Any:
         made: list[Any] = []
         for _ in range(3):
-            torch.cuda._sleep(rng.randrange(1, 60_000))  # pyright: ignore
+            delayed(rng, 1.0)
             made.append(run())
-            bad.add_((first(made[-1]).view(torch.uint8) != wanted.view(torch.uint8)).sum())
+            bad.add_(wrong_bytes(first(made[-1]), wanted))
         return made
 
-    graphs = [captured(calls) for _ in range(4)]
-    for n in range(replays):
-        if rng.random() < 0.3:
-            torch.cuda._sleep(rng.randrange(1, 120_000))  # pyright: ignore
-        graphs[rng.randrange(4)][0].replay()
-        if n % 100 == 99:
-            torch.cuda.synchronize()
-    torch.cuda.synchronize()
+    graphs = [captured(calls) for _ in range(VARIANTS)]
+    replayed({job.rank: [graph for graph, _ in graphs]}, replays, rng, lambda: False)
     return f"{replays} replays, {int(job.most(float(bad)))} wrong bytes"
 
 
@@ -391,13 +382,7 @@ def main(
     layers: str, dtypes: str, rows: str, budget: float, rounds: int, seconds: float, replays: int, points: bool, tiny: bool
 ) -> None:
     """Time each case; see the head of this file."""
-    cuda = torch.cuda.is_available() and not tiny
-    local = int(os.environ.get("LOCAL_RANK", "0"))
-    if cuda:
-        torch.cuda.set_device(local)
-    dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo")
-    control = dist.new_group(backend="gloo")
-    job = Job(dist.get_rank(), dist.get_world_size(), f"cuda:{local}" if cuda else "cpu", control, rounds)
+    job = Job.started(rounds, tiny)
     began, table, rate = time.perf_counter(), list[dict[str, Any]](), link_gbps(job)
     shrink = 32 if tiny else 1
     for name, dtype, m, collective in cases(layers.split(","), dtypes.split(","), [int(r) for r in rows.split(",")], job.world):
@@ -422,7 +407,7 @@ def main(
                 row["off"][way] = job.most(float(off))
         row["product"], row["link"] = job.timed(layer.alone), layer.sent_bytes / rate / 1e3
         row["limit"] = max(row["product"], row["link"])
-        if replays and m <= TAIL_ROWS and cuda:
+        if replays and m <= TAIL_ROWS and job.cuda:
             row["stress"] = stressed(job, run, replays)
         table.append(row)
         if job.rank == 0:
@@ -438,8 +423,7 @@ def main(
     if job.rank == 0 and os.environ.get("OUT"):
         made = {"link_gbps": rate, "world": job.world, "rows": table}
         Path(os.environ["OUT"], f"several_gpus_tp{job.world}.json").write_text(json.dumps(made, indent=1))
-    dist.barrier(group=control)
-    dist.destroy_process_group()
+    job.ended()
 
 
 if __name__ == "__main__":

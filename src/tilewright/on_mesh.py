@@ -97,16 +97,25 @@ class MeshProgram(Program):
         return dict(zip(names, said, strict=True))
 
     def part(self, name: str, value: object) -> object:
-        """The part that this rank takes of an input given whole; one that is a part already as it is.
+        """The part that this rank takes of an input given whole; a part, and a DTensor, as it is.
 
         On CPUs it is remembered of which tensor a part is: calls with parts of other tensors on several ranks are refused.
+
+        Raises:
+            InputError: it is no input, or of another shape than the input and its part have.
         """
-        lies, wanted = self.placements[name], self.input_types[name].shape
+        if name not in self.input_types:
+            raise InputError(f"no input {name!r}", where=self.graph.name, hint=f"the inputs are {', '.join(self.input_types)}")
+        lies, wanted, mesh = self.placements[name], self.input_types[name].shape, self.team.mesh
         shape = getattr(value, "shape", None)
-        if shape is None or tuple(shape) == wanted or not lies.names:
+        if shape is None or hasattr(value, "device_mesh") or tuple(shape) == wanted or not lies.names:
             return value
+        full = tuple(d * mesh.ranks_of(names) for d, names in zip(wanted, lies.splits, strict=True))
+        if tuple(shape) != full:
+            what = f"shape {list(shape)} given, {list(full)} or a part of {list(wanted)} wanted"
+            raise InputError(what, where=f"input {name!r}", hint="the whole tensor, or this rank's part of it")
         whole = torch.as_tensor(value)
-        found = lies.split(whole, self.team.mesh)[self.team.rank].clone(memory_format=torch.contiguous_format)
+        found = lies.part(whole, mesh, self.team.rank).clone(memory_format=torch.contiguous_format)
         if whole.device.type == self.target.kind == "cpu":
             at, wholes = id(found), self._wholes
             wholes[at] = weakref.ref(found, lambda _: wholes.pop(at, None)), digest_of([whole]) + 1
@@ -140,6 +149,7 @@ class MeshProgram(Program):
             PeerError: another rank failed, is gone, or did not come in time.
         """
         with self.team.working():
+            self.team.at(f"a call of {self.graph.name}")
             names = self.graph.places or [*self.input_types]
             given = {**dict(zip(names, args, strict=False)), **kwargs}
             meshes = [m for name, v in given.items() if (m := self._mesh_of(name, v)) is not None]
@@ -283,7 +293,7 @@ def compile_on_mesh(
 
     Raises:
         PeerError: ranks differ in what they compile, or another one failed.
-        InputError: the program is for another mesh.
+        InputError: the program is one rank's on another mesh.
     """
     whole = not graph.local and not mesh_axes(graph.outputs)
     values = constants(graph) if whole else "each rank's own"  # a rank's own program has its parts
@@ -378,17 +388,18 @@ def collectives_in(parts: Sequence[Part]) -> list[Collective]:
 
 
 def of_one_rank(graph: Graph, member: ProcessTeam) -> Graph:
-    """The program of one rank, made of one over whole tensors where it is that.
+    """The program of one rank, made of one over whole tensors where it is that: on a mesh of any size that has its axes.
 
     Raises:
-        InputError: it is for another mesh.
+        InputError: it is one rank's on another mesh.
         UnsupportedError: it cannot be placed (`rules.shard.localise`).
     """
     mesh, axes = member.mesh, mesh_axes(graph.outputs)
-    said = graph.mesh or (Mesh(tuple(axes.items())) if any(dict(mesh.axes).get(n) != s for n, s in axes.items()) else mesh)
-    if said != mesh:
-        raise InputError(f"the program is for {said}, the mesh is {mesh}", where=graph.name, hint=f"a mesh of {said}")
     if graph.local or axes:
+        said = graph.mesh or (Mesh(tuple(axes.items())) if any(dict(mesh.axes).get(n) != s for n, s in axes.items()) else mesh)
+        if said != mesh:
+            what = f"the program of one rank is for {said}, the mesh is {mesh}"
+            raise InputError(what, where=graph.name, hint=f"a mesh of {said}")
         return graph
     made = localise(replace(graph, mesh=mesh))
     held = made.placements[len(caller_inputs(made)) : len(made.inputs)]

@@ -162,14 +162,15 @@ def test_what_ranks_save_they_run_and_its_results_are_whole(environment, tmp_pat
         (("perf", EXAMPLE, "--mesh", "tp"), "no mesh: 'tp'"),
         (("perf", EXAMPLE, "--mesh", "tp=4096"), "4096 processes on"),
         (("perf", EXAMPLE, "--mesh", "tp=2", "--against", "torch"), "--against is for a program of one process"),
-        (("explain", EXAMPLE, "--mesh", "tp=1"), "the program is for tp=2, the mesh is tp=1"),
+        (("explain", EXAMPLE, "--mesh", "dp=1"), "no mesh axis 'tp'"),
         (("explain", EXAMPLE), "the program is one of several ranks"),
+        (("perf", "nothing.tw", "--mesh", "tp=2"), "no such file: nothing.tw"),
         (("run", "nothing.twp", "--mesh", "tp=1"), "nothing.0-of-1.twp"),
     ],
 )
 def test_what_cannot_be_run_on_a_mesh_is_said(words, sentence, environment):
     _, err = (command := started(*words, **environment)).communicate(timeout=120)
-    assert sentence in err and command.returncode == 2, err
+    assert err.count(sentence) == 1 and err.count("error:") == 1 and command.returncode == 2, err
 
 
 def test_a_program_that_places_nothing_is_placed_as_for_simulated_ranks(environment, tmp_path):
@@ -179,6 +180,14 @@ def test_a_program_that_places_nothing_is_placed_as_for_simulated_ranks(environm
     assert command.returncode == 0 and "Traceback" not in out + err
     said = "the program places nothing: the weights of 1 product by columns and of 0 by rows over tp are split"
     assert err.count(said) == 1 and "s8[32,12]" in out and "each rank runs all of it" not in err
+
+
+def test_a_program_is_one_of_any_number_of_ranks(environment):
+    """That its file names two of them does not matter: one rank exchanges nothing."""
+    command = started("explain", EXAMPLE, "--mesh", "tp=1", "--budget", "0", **environment)
+    out, err = command.communicate(timeout=120)
+    assert command.returncode == 0, err
+    assert "f32[256,768]" in out and "all_reduce" not in out
 
 
 def test_a_program_that_is_not_split_is_said_to_be_whole_on_each_rank(environment, tmp_path):

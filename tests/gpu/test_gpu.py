@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from pushed import summed
+from between_ranks import summed
 
 import tilewright
 from tilewright.frontends import LoadOptions

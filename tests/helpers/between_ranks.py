@@ -22,9 +22,10 @@ from tilewright.schedule.problem import Problem
 from tilewright.schedule.sample import random_sources
 
 
-def between(line, ranks, op, then=""):
-    """A line's product with rows gathered before it, or sums reduced behind it and, if said, a residual and a norm."""
-    local = posed(line, True)
+def between(line, ranks, op, then="", constant=True):
+    """A line's product with rows gathered before it, or sums reduced behind it and, if said, a residual (`add`), and a norm
+    that is quantised by row (`norm`). If it is `constant`, its right operand is."""
+    local = posed(line, constant)
     types, (lhs, stores) = list(local.types), (local.op.lhs, list(local.op.stores))
     over = {"over": ("tp",), "sizes": (ranks,)}
     if op == "gather":
@@ -51,12 +52,23 @@ def between(line, ranks, op, then=""):
     return Problem(made.op, tuple(types[i] for i in order), tuple(weights[i] for i in order))
 
 
-late = []
+def summed(line, ranks, *, scatter=False, then="norm", constant=True):
+    """A line's product whose sums all ranks get, or each its rows, and what follows."""
+    return between(line, ranks, "scatter" if scatter else "reduce", then, constant)
 
 
-def results(plan, ranks, schedule, calls=1, seed=0, limit_s=5.0, **how):
-    """Each rank's results of each call of a plan's kernel, with its sources, run together: in turns drawn by lot."""
-    problem = plan.problem
+def posed_by(plan):
+    """The problem of a plan."""
+    return plan.summed.problem if hasattr(plan, "summed") else plan.problem
+
+
+late = []  # of each run, the ranks that were waited for in vain
+
+
+def results(plan, ranks, schedule, calls=1, seed=None, limit_s=5.0, turns=(1, 1, 3, 40), **how):
+    """Each rank's results of each call of a plan's kernel, with its sources, run together: in turns drawn by lot, of so many
+    rounds. A seed draws the order of warps, too."""
+    problem = posed_by(plan)
     mesh = Mesh.parse(f"tp={ranks}")
     space = VirtualRanks(mesh, "cpu", limit_s)
     given = simulate(mesh, lambda r: random_sources(problem, seed=17 + r))
@@ -80,20 +92,20 @@ def results(plan, ranks, schedule, calls=1, seed=0, limit_s=5.0, **how):
             with in_team(space.member(r)):
                 run = plan.build(schedule).prepare({i: given[r][i] for i, w in enumerate(problem.weights) if w})
                 for call in range(calls):
-                    turned = zip(given[r], problem.weights, strict=True)
+                    turned = zip(given[r], problem.weights, strict=True)  # other data for each call
                     sources = [t if w else t.roll(call, 0).roll(call, -1) for t, w in turned]
-                    kept.append(sources)
+                    kept += [run, sources]
                     found[r].append((sources, list(run(sources))))
             streams.append(driver.queue)
         m.setattr(torch, "empty", empty)
-        together(streams, seed)
+        together(streams, seed or 0, turns)
     late.append(space.late())
     return found
 
 
-def right(plan, ranks, schedule, calls=1, seed=0, **how):
+def right(plan, ranks, schedule, calls=1, seed=None, **how):
     """All results are right."""
-    problem = plan.problem
+    problem = posed_by(plan)
     found, mesh = results(plan, ranks, schedule, calls, seed, **how), Mesh.parse(f"tp={ranks}")
     assert late[-1] == [0] * ranks
     whys = []
@@ -106,11 +118,11 @@ def right(plan, ranks, schedule, calls=1, seed=0, **how):
     return found
 
 
-def found_wrong(plan, ranks, schedule, calls, most=8):
+def found_wrong(plan, ranks, schedule, calls, most=8, most_steps=40_000, **how):
     """Tell whether some order shows that results are wrong, or that a kernel or a stream waits for ever."""
     for seed in range(most):
         try:
-            right(plan, ranks, schedule, calls, seed=seed, most_steps=40_000)
+            right(plan, ranks, schedule, calls, seed, most_steps=most_steps, **how)
         except (AssertionError, Fault):
             return True
     return False

@@ -1,6 +1,8 @@
 """Steps that are alike stand together under one name, and every report has the same counts."""
 
 import re
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -8,10 +10,14 @@ from cli_programs import block, install_fake_library
 from msgspec.structs import replace
 
 import tilewright
+from tilewright.dtype import F32
+from tilewright.ir.build import input_
+from tilewright.ir.graph import Node
 from tilewright.ir.notation import parse
+from tilewright.ir.ops import AllReduce
 from tilewright.program import Program
 from tilewright.report.explain.explain import explain_program
-from tilewright.report.explain.folded import Time, expected_times, fold, layers
+from tilewright.report.explain.folded import Time, expected_times, fold, layers, why_not
 from tilewright.report.explain.names import plain, step_names, together
 from tilewright.report.html.notebook import notebook
 from tilewright.report.measure import perf
@@ -183,6 +189,13 @@ def test_a_step_of_a_library_is_counted_and_has_its_reason(monkeypatch: pytest.M
     assert report.counts is not None and report.counts.fallback == 1 and group.kind == "call"
     assert group.why == "no operation of the graph expresses it; fake_library runs it"
     assert all(bool(g.why) == (g.by != "generated") for g in report.groups)
+
+
+def test_a_lone_operation_between_ranks_is_the_ranks_library_s() -> None:
+    """No generated kernel raced for it, so none was slower."""
+    met = Node(AllReduce(("tp",), (2,)), input_("x", F32, (4,)))
+    step: Any = SimpleNamespace(decision=True, part=SimpleNamespace(nodes=[met]))
+    assert why_not(step, "cpu") == "it is an operation between ranks alone, which their library does"
 
 
 def test_times_without_a_run_say_how_they_are_known() -> None:

@@ -1,5 +1,6 @@
 """Every code block in the README, the docs and CONTRIBUTING runs; after the language, `no-run` leaves one out, `slow` to
-`make conformance`, `triton` where that is not installed. Notebooks run in `make conformance`, their cells in order."""
+`make conformance`, `triton` where that is not installed; `ranks` has torchrun start two processes, in `make conformance`.
+Notebooks run there, too, their cells in order."""
 
 import functools
 import json
@@ -18,11 +19,11 @@ from paths import ROOT
 BLOCK = re.compile(r"^```(\w+)?([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
-def blocks(language: str) -> list[pytest.param]:
-    found, left_out = [], "no-run" if find_spec("triton") else "no-run|triton"
+def blocks(language: str, only: str = "") -> list[pytest.param]:
+    found, left_out = [], "no-run|ranks" if find_spec("triton") else "no-run|ranks|triton"
     for file in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))):
         for i, (kind, rest, body) in enumerate(BLOCK.findall(file.read_text())):
-            if kind == language and not re.search(left_out, rest):
+            if kind == language and (only in rest.split() if only else not re.search(left_out, rest)):
                 marks = [pytest.mark.conformance] if "slow" in rest else []
                 found.append(pytest.param(body, id=f"{file.relative_to(ROOT)}-{i}", marks=marks))
     return found
@@ -65,6 +66,14 @@ def test_shell_block(body: str) -> None:
 
 
 @pytest.mark.conformance
+@pytest.mark.parametrize("body", blocks("python", "ranks"))
+def test_python_blocks_of_two_ranks(body: str, tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text(body)
+    done = run(["torchrun", "--standalone", "--nproc-per-node", "2", str(tmp_path / "program.py")])
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.conformance
 @pytest.mark.parametrize("notebook", sorted((ROOT / "docs").rglob("*.ipynb")), ids=lambda p: p.name)
 def test_notebook(notebook: Path) -> None:
     cells = [c for c in json.loads(notebook.read_text("utf-8"))["cells"] if c["cell_type"] == "code"]
@@ -82,6 +91,7 @@ def test_notebook(notebook: Path) -> None:
 def test_there_are_blocks_of_both_kinds() -> None:
     assert len(blocks("python")) >= 5
     assert len(blocks("sh")) >= 1
+    assert len(blocks("python", "ranks")) >= 2
 
 
 def test_every_language_is_known() -> None:

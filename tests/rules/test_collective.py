@@ -22,6 +22,7 @@ from tilewright.ir.ops import (
     Acc,
     AllGather,
     AllReduce,
+    AllToAll,
     Attention,
     Dequantize,
     Gemm,
@@ -90,6 +91,15 @@ def test_the_own_part_is_taken_before_it_travels():
     assert torch.equal(run(turned, data)[0], data["x"])
     again = staged(local_of(x, Node(AllGather(*HOW), Node(Own(*HOW), x)), WHOLE, WHOLE), "canonical")
     assert again.outputs == (x,)
+
+
+@pytest.mark.parametrize("op", [AllGather, AllReduce, AllToAll, Own, ReduceScatter])
+def test_one_rank_alone_exchanges_nothing(op):
+    """Nor over several such axes; where one of two has more ranks, values travel."""
+    x = input_("x", F32, (8, 8))
+    for how, left in (((("tp",), (1,)), False), ((("dp", "tp"), (1, 1)), False), ((("dp", "tp"), (1, 2)), True)):
+        (after,) = staged(Graph("g", (x,), (Node(op(*how), x),), ("y",)), "canonical").outputs
+        assert (after != x) == left
 
 
 def dynamic(x: Node, to: DType = F8E4M3FN) -> tuple[Node, Node]:

@@ -76,9 +76,11 @@ def searched(rank: int) -> object:
     from tilewright import on_mesh
     from tilewright.hardware.ceilings import cache_folder
     from tilewright.schedule.cache import Cache
+    from tilewright.schedule.tuning_database import TuningDatabase
 
     os.environ["TILEWRIGHT_WORKER"] = "0"
     on_mesh.faster_form = lambda local, *_: local  # whatever this machine's links are worth now
+    TuningDatabase._quiet = lambda self: False  # type: ignore[method-assign]  # what was chosen in noise is kept
     first, found = compiled("megatron", "tp=2", budget_s=3)
     again, _ = compiled("megatron", "tp=2", budget_s=3)
     how = [[(s.decision.measured, s.decision.recalled) for s in p.steps] for p in (first, again)]
@@ -95,7 +97,9 @@ def searched(rank: int) -> object:
 
 def test_kernels_are_searched_by_all_and_kept_by_the_first():
     first, second = cast("list[Any]", job(searched, 2).answers())
-    assert first[1] == second[1] == first[2] == second[2]
+    assert first[1] == second[1] and first[2] == second[2]
+    recalled = [was for _, was in first[3][1]]  # not where the first search was cut short on a busy machine: it goes on
+    assert any(recalled) and all(a == b for a, b, was in zip(first[1], first[2], recalled, strict=True) if was)
     assert all(measured for measured, _ in first[3][0])
     error, sent, told, (perf, explain) = first[0], first[4], first[5], first[6]
     assert error < 1e-4
@@ -253,15 +257,23 @@ def test_programs_are_saved_by_rank_and_loaded_together(tmp_path):
 
 
 def whole(rank: int) -> object:
-    """A program over whole tensors, given with places, is made one rank's."""
+    """A program over whole tensors, given with places, is made one rank's; a rank of it is in more groups than the other."""
+    import torch.distributed as dist
+
     import tilewright
     from tilewright.frontends import load
 
+    if rank:
+        dist.new_group([rank], use_local_synchronization=True)
     graph = load(EXAMPLE)
     program = cast("Any", tilewright.compile(EXAMPLE, mesh="tp=2", budget_s=0))
     feeds = {n.op.label: torch.randn(n.shape, generator=torch.Generator().manual_seed(i)) for i, n in enumerate(graph.inputs)}
     (wanted,) = evaluate(graph, feeds, float64=True)
     got = program(**{n: program.part(n, t) for n, t in feeds.items()})
+    with pytest.raises(InputError, match=r"no input 'w'[\s\S]*the inputs are x, w_gate, w_up, w_down"):
+        program.part("w", feeds["x"])
+    with pytest.raises(InputError, match=r"shape \[768, 128\] given, \[768, 256\] or a part of \[384, 256\] wanted"):
+        program.part("w_down", feeds["w_down"][:, :128])
     return [float((got - wanted).abs().max() / wanted.abs().max()), [s.part.kind for s in program.steps]]
 
 

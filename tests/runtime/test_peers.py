@@ -7,20 +7,24 @@ import re
 import signal
 import threading
 import time
+from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 import torch
+import torch.distributed as dist
 from local_programs import case
 from meshes import on, placed
 from ranks import Job, job
 
 from tilewright.dtype import F32
-from tilewright.errors import TilewrightError
+from tilewright.errors import PeerError, TilewrightError
 from tilewright.ir.build import input_
 from tilewright.ir.mesh import Mesh, split_feeds
 from tilewright.ir.ops import gemm
+from tilewright.runtime.team import ProcessTeam, _made
 
 BAD = 1  # the rank that fails, in its sixth call
 
@@ -71,7 +75,7 @@ def calling(rank: int, fault: str, mesh: str) -> object:
 FAULTS = {
     "killed": r"rank 1 is gone: nothing was heard of it for \d.\d s; rank 0 waits at step 1 \(gemm\)",
     "stopped": r"rank 1 is gone: nothing was heard of it|rank 1 did not reach step 1",
-    "failing": r"rank 1 failed at step 1 \(gemm\): InputError: shape \[3\] given",
+    "failing": r"rank 1 failed at a call of megatron: InputError: shape \[3\] given",
     "leaving": r"rank 1 has ended|rank 1 did not reach step 1 \(gemm\) in 5 s",
     "ended": r"rank 1 ended before it came to compile",
     "compiling": r"rank 1 failed at the start of a program: ZeroDivisionError: division by zero",
@@ -147,9 +151,9 @@ def test_a_rank_that_refused_an_input_refuses_all_calls_until_it_is_compiled_aga
     for rank, said in enumerate(job(refusing, 2).answers()):
         first, refused, *later, last = cast("list[Any]", said)
         assert first < 1e-5 and last < 1e-5
-        assert refused.startswith("InputError: f64 given" if rank == BAD else "PeerError: rank 1 failed at step 1")
+        assert refused.startswith("InputError: f64 given" if rank == BAD else "PeerError: rank 1 failed at a call of ")
         for again in later:
-            assert again.startswith("PeerError: rank 1 failed at step 1") and "InputError: f64 given" in again
+            assert again.startswith("PeerError: rank 1 failed at a call of ") and "InputError: f64 given" in again
         assert rank != BAD or "try: compile the program again on every rank" in later[0]
 
 
@@ -303,6 +307,47 @@ def seeded(rank: int) -> object:
     except TilewrightError as error:
         return str(error)
     return None
+
+
+@pytest.mark.parametrize(
+    ("error", "gone", "told"),
+    [
+        (RuntimeError("[pair.cc] gloo/transport/tcp: Connection closed by peer"), "rank 1 is gone", "rank 1 is gone"),
+        (RuntimeError("Application timeout caused pair closure"), "", "the connection to another rank broke: Application"),
+        (dist.DistBackendError("NCCL error: remote process exited"), "rank 1 is gone", "rank 1 is gone"),
+        (RuntimeError("some words of another version"), "rank 1 is gone", "rank 1 is gone"),
+        (RuntimeError("Invalid scalar type"), "", None),
+        (torch.OutOfMemoryError("CUDA out of memory"), "rank 1 is gone", None),
+    ],
+)
+def test_an_error_that_is_of_no_connection_is_not_taken_for_one(error, gone, told):
+    """It is raised as it is: no other rank is blamed for what this one cannot do."""
+    team: Any = object.__new__(ProcessTeam)
+    team.peers, team._error = SimpleNamespace(after_break=lambda: gone), None
+    with pytest.raises(PeerError if told else type(error)) as found, team._ending():
+        raise error
+    assert (str(found.value).startswith(told) and team._error is found.value) if told else found.value is error
+
+
+@pytest.mark.parametrize("error", [dist.DistStoreError("wait timeout after 30000ms"), RuntimeError("Connection refused")])
+def test_ranks_that_do_not_make_the_same_group_are_named(error, monkeypatch):
+    """One compiles for another mesh, say; torch's own words name keys of its store."""
+
+    def new_group(*_: object, **__: object) -> object:
+        raise error
+
+    monkeypatch.setattr(dist, "new_group", new_group)
+    with pytest.raises(PeerError, match=r"ranks 1, 3 did not meet in 30 s: (wait|Connection)[\s\S]*for the same meshes"):
+        _made((3, 1), "gloo", timedelta(seconds=30))
+
+
+def test_an_error_of_this_rank_alone_makes_no_group_and_is_as_it_was(monkeypatch):
+    def new_group(*_: object, **__: object) -> object:
+        raise RuntimeError("Invalid backend")
+
+    monkeypatch.setattr(dist, "new_group", new_group)
+    with pytest.raises(RuntimeError, match="Invalid backend"):
+        _made((3, 1), "gloo", timedelta(seconds=30))
 
 
 def test_weights_that_differ_by_rank_are_refused_where_they_are_whole():

@@ -70,19 +70,23 @@ def refusals(rank: int) -> object:
             pass
     except PeerError as error:
         found.append(str(error))
+    again = team_of("tp=2", "cpu")
+    again.barrier()
+    found.append(f"another team: {again is not team}")
     return found
 
 
 def test_who_shares_no_memory_says_so_on_every_rank():
     first, second = cast("list[list[str]]", job(refusals, 2).answers())
     assert first == second
-    alone, hosts, reached, environment, multicast, late = first
+    alone, hosts, reached, environment, multicast, late, again = first
     assert "rank 0 shares no memory with others: memory is shared between GPUs alone" in alone
     assert "GPUs share memory within a host, the mesh is on 2 hosts" in hosts
     assert reached == "[64, 64] 0 True"  # this rank's own, zeros, and the other one's
     assert environment == "['1', '0', '1']"
     assert "multicast on, though its environment forbids it" in multicast
     assert "rank 1 did not send its values in time" in late
+    assert again == "another team: True"
 
 
 def one_alone(rank: int) -> object:

@@ -31,8 +31,9 @@ from tilewright.ir.mesh import team
 from tilewright.ir.ops import AllReduce, Param, ReduceScatter
 from tilewright.ir.types import TensorType
 from tilewright.lowering.gathered import Gathered, gathering
+from tilewright.lowering.pieces import joined, kernels_of, offered, own_of, whole_of
 from tilewright.lowering.rows import Rows, rows_of
-from tilewright.lowering.stages import BY, Stage, Stages, chosen_of, joined, plan_of_piece
+from tilewright.lowering.stages import Stage, Stages
 from tilewright.schedule.candidate import (
     GEMM,
     GPU,
@@ -44,7 +45,6 @@ from tilewright.schedule.candidate import (
     writer_of,
 )
 from tilewright.schedule.problem import AnyProblem, FusionProblem, Problem, fusion_of
-from tilewright.schedule.search import search
 
 if TYPE_CHECKING:
     from tilewright.candidates.triton.runtime.copies import Copies
@@ -56,7 +56,6 @@ CHUNKS[REDUCE] = {PUSH: (2, 4), LIBRARY: (2, 4)}
 FEWEST_ROWS, FEWEST_OF_PIECE = 256, 32  # on a GPU: what is shorter begins for longer than it travels
 MOST_RANKS = 16
 SUMMAND = 1 << 16  # number of the first rank's sums among the values that a piece reads
-PIECE_BUDGET_S = 0.1
 
 
 @dataclass(frozen=True)
@@ -193,11 +192,8 @@ class Plan:
         return joined(schedule, [known[p.rows.problem] for p in self.points[schedule]])
 
     def offers(self, schedule: Schedule) -> bool:
-        pieces = self.points.get(_own(schedule))
-        if pieces is None or BY not in dict(schedule.knobs):
-            return False
-        each = zip(pieces, chosen_of(schedule), strict=True)
-        return all(at in plan_of_piece(p.rows.problem, name, self.target).schedules() for p, (name, at) in each)
+        pieces = self.points.get(own_of(schedule))
+        return pieces is not None and offered([p.rows.problem for p in pieces], schedule, self.target)
 
     def build(self, schedule: Schedule) -> Kernel:
         """A kernel for each piece: those that `schedule` names, else the fastest.
@@ -205,14 +201,10 @@ class Plan:
         Raises:
             UnsupportedError: a piece's candidate is gone, or refuses.
         """
-        point, target = _own(schedule), self.target
+        point, target = own_of(schedule), self.target
         pieces = self.points[point]
-        if BY in dict(schedule.knobs):
-            each = zip(pieces, chosen_of(schedule), strict=True)
-            kernels = [plan_of_piece(p.rows.problem, name, target).build(at) for p, (name, at) in each]
-        else:
-            kernels = [search(p.rows.problem, target, budget_s=PIECE_BUDGET_S).kernel for p in pieces]
-            schedule = joined(point, [(k.candidate, k.schedule) for k in kernels])
+        problems = [p.rows.problem for p in pieces]
+        kernels = kernels_of(problems, schedule, target)
         mover = self._pushing() if point["via"] == PUSH else lambda: Library(target)
 
         def prepare(weights: Mapping[int, torch.Tensor]) -> Runner:
@@ -221,15 +213,7 @@ class Plan:
             way = WAYS[self.kind, str(point["via"])]
             return lambda sources: way(self, cast("int", point["chunks"]), built, moves, sources)
 
-        return Kernel(
-            CANDIDATE.name,
-            schedule,
-            prepare,
-            workspace_bytes=max((k.workspace_bytes for k in kernels), default=0),
-            packed_bytes=sum(k.packed_bytes for k in kernels),
-            roundoff=max((k.roundoff for k in kernels), default=0.0),
-            parts=tuple((p.rows.problem.kind, k.candidate) for p, k in zip(pieces, kernels, strict=True)),
-        )
+        return whole_of(CANDIDATE.name, point, problems, kernels, prepare)
 
     def _pushing(self) -> Callable[[], Copies]:
         """A function that makes what pushes, its machine code made."""
@@ -238,11 +222,6 @@ class Plan:
         sizes = Sizes(self.ranks, self.data_bytes)
         code = sizes.machine_code(self.target)
         return lambda: Copies(team().symmetric(self.over, sizes.bytes), sizes, self.target, code)
-
-
-def _own(schedule: Schedule) -> Schedule:
-    """A point without those of its pieces."""
-    return Schedule(tuple((name, value) for name, value in schedule.knobs if name in ("via", "chunks")))
 
 
 class Built:

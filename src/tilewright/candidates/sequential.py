@@ -18,7 +18,8 @@ from tilewright.hardware.target import Target
 from tilewright.ir.graph import Node
 from tilewright.ir.mesh import team
 from tilewright.ir.ops import AllReduce, ReduceScatter
-from tilewright.lowering.stages import BY, Stage, Stages, chosen_of, joined, plan_of_piece
+from tilewright.lowering.pieces import joined, kernels_of, offered, own_of, whole_of
+from tilewright.lowering.stages import Stage, Stages
 from tilewright.schedule.candidate import (
     CPU,
     FUSION,
@@ -30,9 +31,7 @@ from tilewright.schedule.candidate import (
     Schedule,
 )
 from tilewright.schedule.problem import AnyProblem, FusionProblem, Problem
-from tilewright.schedule.search import search
 
-PIECE_BUDGET_S = 0.1
 LIBRARY, RANKS = "library", "ranks"  # who reduces: the process group's own operation, or each rank all values in order
 ONE_SHOT, TWO_SHOT = "one_shot", "two_shot"  # torch's all-reduces over memory that GPUs of one host reach of each other
 MOST_ONE_SHOT = 8 << 20  # bytes, all of which each rank reads of all
@@ -68,10 +67,7 @@ class Plan:
         ]
 
     def offers(self, schedule: Schedule) -> bool:
-        if BY not in dict(schedule.knobs):
-            return False
-        pieces = zip(self.pieces(), chosen_of(schedule), strict=True)
-        return all(point in plan_of_piece(p, name, self.target).schedules() for p, (name, point) in pieces)
+        return offered(self.pieces(), schedule, self.target)
 
     def of_pieces(self, schedule: Schedule, chosen: Sequence[tuple[str, Schedule]]) -> Schedule:
         """A point with candidate and point of each piece."""
@@ -83,30 +79,16 @@ class Plan:
         Raises:
             UnsupportedError: a piece's candidate is gone, or refuses.
         """
-        pieces, target = self.pieces(), self.target
-        if BY in dict(schedule.knobs):
-            chosen = zip(pieces, chosen_of(schedule), strict=True)
-            kernels = [plan_of_piece(p, name, target).build(point) for p, (name, point) in chosen]
-        else:
-            kernels = [search(p, target, budget_s=PIECE_BUDGET_S).kernel for p in pieces]
-            schedule = self.of_pieces(schedule, [(k.candidate, k.schedule) for k in kernels])
-        how = str(schedule["reduce"])
+        pieces = self.pieces()
+        kernels, how = kernels_of(pieces, schedule, self.target), str(schedule["reduce"])
         held = zip([s for s in self.stages if not isinstance(s.what, Node)], kernels, strict=True)
         unused = {i: all(s.places.index(i) in k.releasable for s, k in held if i in s.places) for i in self._weights()}
+        releasable = frozenset(i for i, not_read in unused.items() if not_read and not self._travels(i))
 
         def prepare(weights: Mapping[int, torch.Tensor]) -> Runner:
             return self._runner(kernels, weights, how)
 
-        return Kernel(
-            CANDIDATE.name,
-            schedule,
-            prepare,
-            workspace_bytes=max((k.workspace_bytes for k in kernels), default=0),
-            packed_bytes=sum(k.packed_bytes for k in kernels),
-            releasable=frozenset(i for i, not_read in unused.items() if not_read and not self._travels(i)),
-            roundoff=max((k.roundoff for k in kernels), default=0.0),
-            parts=tuple((p.kind, k.candidate) for p, k in zip(pieces, kernels, strict=True)),
-        )
+        return whole_of(CANDIDATE.name, own_of(schedule), pieces, kernels, prepare, releasable)
 
     def _weights(self) -> list[int]:
         return [i for i, weight in enumerate(self.problem.weights) if weight]

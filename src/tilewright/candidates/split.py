@@ -10,13 +10,13 @@ from functools import partial
 
 import torch
 
-from tilewright.errors import UnsupportedError
 from tilewright.hardware.target import Target
 from tilewright.ir.anchor import operands_of, rebuilt, stores_of
 from tilewright.ir.build import convert, slice_
 from tilewright.ir.expression import make_gemm
 from tilewright.ir.graph import Node, substitute, toposort
 from tilewright.ir.ops import VIEWS, Acc, Concat, Convert, Dequantize, Gather, Gemm, Param, Slice, Transpose
+from tilewright.lowering.pieces import joined, kernels_of, offered, own_of, whole_of
 from tilewright.schedule.candidate import (
     ATTENTION,
     CPU,
@@ -25,16 +25,13 @@ from tilewright.schedule.candidate import (
     MATRIX_LIBRARIES,
     Candidate,
     Kernel,
-    Knob,
     Refusal,
     Runner,
     Schedule,
     concerns,
     discover,
-    plan_for,
     planned,
 )
-from tilewright.schedule.candidate import Plan as AnyPlan
 from tilewright.schedule.cost import passes, predict, predict_us
 from tilewright.schedule.problem import AnyProblem, AttentionProblem, FusionProblem, Problem, fusion_of, problem_of
 from tilewright.schedule.recipe import Built, Parts, Split, describe, recipe_of
@@ -218,15 +215,12 @@ class Plan:
         Raises:
             UnsupportedError: a piece's candidate is gone, or refuses.
         """
-        problem, target = self.problem, self.target
+        problem, target, others = self.problem, self.target, _others()
         pieces = pieces_of(problem, schedule)
-        if _BY in dict(schedule.knobs):  # they are not verified by themselves: whoever asks verifies the whole
-            chosen = zip(pieces, chosen_of(schedule), strict=True)
-            kernels = [_plan_of(p, name, target).build(point) for p, (name, point) in chosen]
-        else:
-            cold, others = target.kind != "cpu", _others()
-            fastest = partial(search, budget_s=PART_BUDGET_S, candidates=others, within_s=PART_WITHIN_S, cold=cold)
-            kernels = [fastest(p.problem, target).kernel for p in pieces]
+        cold = target.kind != "cpu"
+        fastest = partial(search, budget_s=PART_BUDGET_S, candidates=others, within_s=PART_WITHIN_S, cold=cold)
+        problems = [p.problem for p in pieces]
+        kernels = kernels_of(problems, schedule, target, lambda p, on: fastest(p, on).kernel, others)
         releasable = frozenset(
             i
             for i, weight in enumerate(problem.weights)
@@ -236,16 +230,7 @@ class Plan:
         def prepare(weights: Mapping[int, torch.Tensor]) -> Runner:
             return in_order(pieces, kernels, weights, len(problem.outputs))
 
-        return Kernel(
-            CANDIDATE.name,
-            _with_pieces(schedule["at"], [(k.candidate, k.schedule) for k in kernels]),
-            prepare,
-            workspace_bytes=max(k.workspace_bytes for k in kernels),
-            packed_bytes=sum(k.packed_bytes for k in kernels),
-            releasable=releasable,
-            roundoff=max(k.roundoff for k in kernels),
-            parts=tuple((p.problem.kind, k.candidate) for k, p in zip(kernels, pieces, strict=True)),
-        )
+        return whole_of(CANDIDATE.name, own_of(schedule), problems, kernels, prepare, releasable)
 
     def leading(self) -> Schedule | None:
         """The operands by steps of their own, where that is expected to take less than computing them in every tile that reads
@@ -265,17 +250,16 @@ class Plan:
             split_us += _expected_us(*first, piece.problem, self.target)
             kernels.append((first[0].name, first[1]))
         fused_us = math.inf if whole is None or way == PAGES else _expected_us(*whole, self.problem, self.target)
-        return _with_pieces(way, kernels) if way == PAGES or split_us < fused_us else None
+        return joined(Schedule.of(at=way), kernels) if way == PAGES or split_us < fused_us else None
 
     def pieces(self) -> list[AnyProblem]:
         """The problems that searches are made for."""
         return list(dict.fromkeys(p.problem for s in self.schedules() for p in pieces_of(self.problem, s)))
 
     def offers(self, schedule: Schedule) -> bool:
-        if schedule["at"] not in self.ways or _BY not in dict(schedule.knobs):
+        if schedule["at"] not in self.ways:
             return False
-        pieces = zip(pieces_of(self.problem, schedule), chosen_of(schedule), strict=True)
-        return all(point in _plan_of(p, name, self.target).schedules() for p, (name, point) in pieces)
+        return offered([p.problem for p in pieces_of(self.problem, schedule)], schedule, self.target, _others())
 
 
 def plan(problem: Problem | AttentionProblem, target: Target) -> Plan | Refusal:
@@ -324,7 +308,6 @@ def in_order(pieces: Sequence[Piece], kernels: Sequence[Kernel], weights: Mappin
 
 
 OPERANDS, PAGES = "operands", "pages"
-_BY = "by"  # the knob that names each piece's candidate; those of piece 0's own point are called 0.NAME
 
 
 def pieces_of(problem: Problem | AttentionProblem, schedule: Schedule) -> list[Piece]:
@@ -337,12 +320,6 @@ def _pieces(problem: Problem | AttentionProblem, way: str) -> list[Piece]:
         return by_pages(problem)
     ways = {OPERANDS: by_operands, "stores": by_store, "epilogue": by_epilogue}
     return ways[way](problem)
-
-
-def _with_pieces(way: Knob, kernels: Sequence[tuple[str, Schedule]]) -> Schedule:
-    """The point from which the same pieces are built again, given the candidate and point of each."""
-    own = [(f"{i}.{name}", value) for i, (_, point) in enumerate(kernels) for name, value in point.knobs]
-    return Schedule((("at", way), (_BY, ", ".join(name for name, _ in kernels)), *own))
 
 
 def _others() -> list[Candidate]:
@@ -368,25 +345,6 @@ def _expected_us(candidate: Candidate, point: Schedule, problem: AnyProblem, tar
         roots = [n for n in (computed(r, problem.weights) for r in (problem.op.lhs, problem.op.rhs)) if n is not None]
         us += predict_us(passes(roots, together=False), target) if roots else 0.0
     return us
-
-
-def chosen_of(schedule: Schedule) -> list[tuple[str, Schedule]]:
-    """Candidate and point of each piece."""
-    own = [(*name.partition(".")[::2], value) for name, value in schedule.knobs]
-    names = str(schedule[_BY]).split(", ")
-    return [(name, Schedule(tuple((k, v) for at, k, v in own if k and at == str(i)))) for i, name in enumerate(names)]
-
-
-def _plan_of(piece: Piece, name: str, target: Target) -> AnyPlan:
-    """The plan of a piece's candidate.
-
-    Raises:
-        UnsupportedError: there is no such candidate, or it refuses.
-    """
-    found = next((c for c in _others() if c.name == name and concerns(c, piece.problem, target)), None)
-    if found is None:
-        raise UnsupportedError(f"{name}: there is no such candidate", where=str(piece.problem))
-    return plan_for(found, piece.problem, target)
 
 
 CANDIDATE = Candidate("split", GEMM | ATTENTION, CPU | GPU, 50, plan)

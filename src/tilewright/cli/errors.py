@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 
 import click
 
-from tilewright.cli.ranks import PEER, rank
+from tilewright.cli.ranks import PEER, tell
 from tilewright.errors import LOGGER, PeerError, TilewrightError, visible
 
 BEGAN = "tilewright.began"  # of a command's context: when the command began, by `time.monotonic`
@@ -181,8 +181,7 @@ def _end_at_once(code: int) -> NoReturn:
 def _say(ctx: click.Context, message: str) -> None:
     if ctx.meta.get(_TRACEBACK):
         click.echo(visible(traceback.format_exc()), err=True, nl=False)
-    of = f"rank {rank()}: " if rank() else ""
-    click.echo(f"{of}{click.style('error:', fg='red', bold=True)} {visible(message)}", err=True)
+    tell(visible(message))
 
 
 def _remember(ctx: click.Context, parameter: click.Parameter, value: bool) -> None:

@@ -52,6 +52,7 @@ def start(verb: str, args: Sequence[str], mesh: str) -> int:
     with tempfile.TemporaryDirectory(prefix="tilewright-job-") as folder:
         common = {**os.environ, JOB: str(Path(folder) / "store"), "WORLD_SIZE": str(count)}
         common.setdefault("OMP_NUM_THREADS", str(max(1, usable() // count)))
+        common.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # else torch says of a rank that is gone where its own code noticed
         if sys.platform == "linux":
             common.setdefault("GLOO_SOCKET_IFNAME", "lo")
         command = [sys.executable, "-m", "tilewright", verb, *args]
@@ -60,6 +61,40 @@ def start(verb: str, args: Sequence[str], mesh: str) -> int:
             return _ended(ranks)
         finally:
             _end(ranks)
+            _relay([_error_of(common[JOB], r) for r in range(count)])
+
+
+def tell(message: str) -> None:
+    """Say why this process ends. A rank that this command started leaves it to the command, which says it once; the first says
+    it itself, too."""
+    own, job = rank(), os.environ.get(JOB)
+    if job and own is not None:
+        with contextlib.suppress(OSError):
+            _error_of(job, own).write_text(message, "utf-8")
+            if own:
+                return
+    _say(message, [own] if own else [])
+
+
+def _say(message: str, ranks: Sequence[int]) -> None:
+    of = f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}: " if ranks else ""
+    click.echo(f"{of}{click.style('error:', fg='red', bold=True)} {message}", err=True)
+
+
+def _error_of(job: str, rank: int) -> Path:
+    """The file in which a rank leaves why it ended."""
+    return Path(f"{job}.error.{rank}")
+
+
+def _relay(files: Sequence[Path]) -> None:
+    """Say what ranks left and the first did not say itself, each sentence once."""
+    said: dict[str, list[int]] = {}
+    for r, file in enumerate(files):
+        with contextlib.suppress(OSError):
+            said.setdefault(file.read_text("utf-8"), []).append(r)
+    for message, ranks in said.items():
+        if 0 not in ranks:
+            _say(message, ranks)
 
 
 def _started(command: Sequence[str], environment: Mapping[str, str]) -> subprocess.Popen[bytes]:

@@ -5,15 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from tilewright.errors import UnsupportedError
-from tilewright.hardware.target import Target
 from tilewright.ir.expression import depends_on_acc, make_gemm
 from tilewright.ir.graph import Node, substitute, toposort
 from tilewright.ir.ops import Acc, Collective, Input, Param
-from tilewright.schedule.candidate import Plan, Schedule, concerns, discover, plan_for
 from tilewright.schedule.problem import AnyProblem, FusionProblem, Problem, collectives_of, fusion_of, problem_of
-
-BY = "by"  # the knob that names each piece's candidate; those of piece 0's own point are called 0.NAME
 
 
 @dataclass(frozen=True)
@@ -125,28 +120,3 @@ class Stages:
 def substitute_below(nodes: Sequence[Node], replacement: Mapping[Node, Node]) -> list[Node]:
     """The one source of each node with every occurrence of a key in it replaced."""
     return [substitute(n.src, replacement)[0] for n in nodes]
-
-
-def joined(schedule: Schedule, chosen: Sequence[tuple[str, Schedule]]) -> Schedule:
-    """A point with candidate and point of each piece."""
-    own = [(f"{i}.{name}", value) for i, (_, point) in enumerate(chosen) for name, value in point.knobs]
-    return Schedule((*schedule.knobs, (BY, ", ".join(name for name, _ in chosen)), *own))
-
-
-def chosen_of(schedule: Schedule) -> list[tuple[str, Schedule]]:
-    """Candidate and point of each piece."""
-    own = [(*name.partition(".")[::2], value) for name, value in schedule.knobs]
-    names = str(schedule[BY]).split(", ") if schedule[BY] else []
-    return [(name, Schedule(tuple((k, v) for at, k, v in own if k and at == str(i)))) for i, name in enumerate(names)]
-
-
-def plan_of_piece(piece: AnyProblem, name: str, target: Target) -> Plan:
-    """The plan of a piece's candidate.
-
-    Raises:
-        UnsupportedError: there is no such candidate, or it refuses.
-    """
-    found = next((c for c in discover() if c.name == name and concerns(c, piece, target)), None)
-    if found is None:
-        raise UnsupportedError(f"{name}: there is no such candidate", where=str(piece))
-    return plan_for(found, piece, target)

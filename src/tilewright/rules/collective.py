@@ -66,6 +66,17 @@ def gather_nothing_that_all_hold(m: Match) -> Node | None:
     return m["own"].src[0] if (gather.over, gather.axis) == (own.over, own.axis) else None
 
 
+@rule(Pat((AllGather, AllReduce, AllToAll, Own, ReduceScatter)), stage="canonical")
+def exchange_nothing_with_no_one(m: Match) -> Node | None:
+    """all_reduce(x) -> x; the other operations between ranks alike
+
+    Where: over mesh axes of one rank, as of `dp=1,tp=4`. Exact: yes.
+    """
+    op = m.node.op
+    assert isinstance(op, Collective)
+    return m.node.src[0] if op.ranks == 1 else None
+
+
 @rule(Pat(Gemm), stage="carry")
 def read_operand_through_all_gather(m: Match) -> Node | None:
     """gemm(all_gather(x), b) -> gemm(x, b) {lhs = all_gather(param0)}; either operand, and scales that a store reads

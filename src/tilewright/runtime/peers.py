@@ -198,8 +198,9 @@ class Peers:
                     hint = "the same machine, versions, settings and program on every rank"
                     raise PeerError(f"ranks differ in {name}: {here} on rank 0, {there} on rank {r}", hint=hint)
 
-    def leave(self) -> None:
-        """Say that this rank is done; rank 0, which keeps the store, waits a little until all others are."""
+    def leave(self, *, together: bool = False) -> None:
+        """Say that this rank is done; rank 0, which keeps the store, waits a little until all others are or have failed; if
+        they leave `together`, until all have left."""
         atexit.unregister(self.leave)
         if self._stop.is_set():
             return
@@ -208,8 +209,9 @@ class Peers:
             self.own.left = True
             self._say(self._store)
             while self.rank == 0 and time.monotonic() < until:  # also if it failed: the others are to read why
-                others = [r for r in range(1, self.count) if not self.state(r).left and not self.state(r).failed]
-                if not others or self.fault(SILENT_AFTER_BREAK_S):
+                states = [self.state(r) for r in range(1, self.count)]
+                others = [s for s in states if not s.left and (together or not s.failed)]
+                if not others or (not together and self.fault(SILENT_AFTER_BREAK_S)):
                     break
                 time.sleep(BEAT_S / 5)
         self._stop.set()

@@ -11,12 +11,13 @@ import os
 import socket
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
@@ -40,6 +41,7 @@ SLICE_S = 0.2  # after which a rank that waits looks whether the others live
 MAKING_S = 30.0  # to make a group of ranks that all are there
 GLOO, NCCL = "gloo", "nccl"
 HOST_BYTES = 255
+BROKEN = ("gloo/transport", "pair closure", "onnection")  # in what gloo and NCCL say of a connection
 # torch 2.13 has other names for these, which 2.11 does not know, and warns of those
 _GATHER = getattr(dist, "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor")
 _SCATTER = getattr(dist, "reduce_scatter_single" if hasattr(dist, "reduce_scatter_single") else "reduce_scatter_tensor")
@@ -121,6 +123,8 @@ class ProcessTeam:
             except RuntimeError as error:
                 if work.is_completed():  # the job's own limit may be shorter than ours
                     late = "timed out" in str(error).lower()
+                    if not late and not any(words in str(error) for words in BROKEN):
+                        raise
                     why = "did not come to compile in time" if late else "ended before it came to compile"
                 elif time.monotonic() > until:
                     why = f"did not come to compile in {CONTROL_S:g} s"
@@ -171,15 +175,15 @@ class ProcessTeam:
             PeerError: this rank or another one failed before. Others may still wait in a collective operation of the call that
                 failed, so none of this team runs again.
         """
-        for (over, _), memory in self._symmetric.items():
-            if self._error is None and (late := int(memory.late)):
-                rank = self._group(over).members[late - 1]
-                self._error = PeerError(f"rank {rank} did not send its values in time", hint=f"see what rank {rank} does")
-        if self._error is None and self.peers.own.failed:
-            self._error = PeerError(self.peers.own.failed, hint="compile the program again on every rank")
-        if self._error is not None:
-            raise PeerError(self._error.what, where=self._error.where, hint=self._error.hint)
         with self.peers.telling():
+            for (over, _), memory in self._symmetric.items():
+                if self._error is None and (late := int(memory.late)):
+                    rank = self._group(over).members[late - 1]
+                    self._error = PeerError(f"rank {rank} did not send its values in time", hint=f"see what rank {rank} does")
+            if self._error is None and self.peers.own.failed:
+                self._error = PeerError(self.peers.own.failed, hint="compile the program again on every rank")
+            if self._error is not None:
+                raise PeerError(self._error.what, where=self._error.where, hint=self._error.hint)
             if not self._turn.acquire(blocking=False):
                 hint = "one call at a time, in the same order on every rank; then compile the program again on every rank"
                 raise InputError(f"two threads call programs on the mesh {self.mesh} at the same time", hint=hint)
@@ -341,15 +345,22 @@ class ProcessTeam:
 
     @contextmanager
     def _ending(self) -> Generator[None]:
-        """A context whose errors end this team, those of a connection among them."""
+        """A context whose errors end this team. That of a connection names the rank that is gone; any other one is as it was.
+
+        gloo has no type of its own for errors of a connection: they are told by their words, or by a rank that is gone.
+        """
         try:
             yield
         except PeerError as error:
             self._error = error
             raise
         except RuntimeError as error:
-            why = self.peers.after_break() or f"the connection to another rank broke: {first_line(error)}"
-            self._error = PeerError(why)
+            if type(error) is not RuntimeError and not isinstance(error, dist.DistError):
+                raise  # of memory or of a device: this rank's own
+            why = self.peers.after_break()
+            if not why and not any(words in str(error) for words in BROKEN):
+                raise
+            self._error = PeerError(why or f"the connection to another rank broke: {first_line(error)}")
             raise self._error from error
 
     def _see(self, line: Line, group: _Group, began: float) -> None:
@@ -439,11 +450,46 @@ class _Group:
         self.sent: tuple[dist.Work, torch.Tensor] | None = None
 
 
+_made_of: Counter[str] = Counter()  # how many groups of ours these ranks have
+
+
 def _made(ranks: Sequence[int], backend: str, within: timedelta) -> dist.ProcessGroup:
-    """A group of torch's, made by its own ranks alone."""
-    made = dist.new_group(sorted(ranks), timeout=within, backend=backend, use_local_synchronization=True)
+    """A group of torch's, made by its own ranks alone.
+
+    Raises:
+        PeerError: they did not all come to make it.
+    """
+    whose = "_".join(map(str, sorted(ranks)))
+    try:
+        with _named(f"tilewright_{whose}_{_made_of[whose]}"):
+            made = dist.new_group(sorted(ranks), timeout=within, backend=backend, use_local_synchronization=True)
+    except RuntimeError as error:
+        if not isinstance(error, dist.DistError) and not any(words in str(error) for words in BROKEN):
+            raise
+        what = f"ranks {', '.join(map(str, sorted(ranks)))} did not meet in {within.total_seconds():g} s: {first_line(error)}"
+        raise PeerError(what, hint="all of them compile for the same meshes, in the same order") from error
+    _made_of[whose] += 1
     assert isinstance(made, dist.ProcessGroup)
     return made
+
+
+@contextmanager
+def _named(name: str) -> Generator[None]:
+    """A context in which torch gives a group that this thread makes this name.
+
+    By itself it counts the groups that a process is in, of which some ranks may have more than others: of the user's, or of
+    another mesh. Then they wait for each other under different names.
+    """
+    torchs: Any = dist.distributed_c10d
+    its_own, thread = getattr(torchs, "_hash_ranks_to_str", None), threading.get_ident()
+    if its_own is None:  # another version of torch
+        yield
+        return
+    torchs._hash_ranks_to_str = lambda *given: name if threading.get_ident() == thread else its_own(*given)
+    try:
+        yield
+    finally:
+        torchs._hash_ranks_to_str = its_own
 
 
 def _store(host: str, port: int, *, is_master: bool) -> TCPStore:
@@ -482,7 +528,10 @@ def team_of(given: object, device: str | None) -> ProcessTeam:
     with _making:
         key = mesh, ranks, where
         found = _teams.get(key)
-        if found is None or found.peers.own.failed:
+        if found is not None and found.peers.own.failed:
+            found.peers.leave(together=True)
+            found = None
+        if found is None:
             found = _teams[key] = ProcessTeam(mesh, ranks, where, _limit_s())
         return found
 

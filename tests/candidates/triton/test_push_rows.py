@@ -2,8 +2,9 @@
 
 import pytest
 import torch
-from ptx import H200, Fault
-from pushed import late, results, right, summed
+from between_ranks import found_wrong as some_order_is_wrong
+from between_ranks import late, results, right, summed
+from ptx import H200
 
 from tilewright.compiler import optimise
 from tilewright.dtype import BF16 as BFLOAT16
@@ -13,7 +14,7 @@ from tilewright.ir.build import const, convert, input_, map_, reduce_
 from tilewright.ir.graph import Graph, Node
 from tilewright.ir.mesh import Mesh, simulate, team
 from tilewright.ir.ops import Gemm, LayerNorm, Place, Quantize, gemm
-from tilewright.lowering.stages import joined
+from tilewright.lowering.pieces import joined
 from tilewright.rules.shard import localise
 from tilewright.schedule.problem import problem_of
 
@@ -54,12 +55,12 @@ W4 = "bf16[4,256] @ s4[64,256]^T group=64 -> bf16"
 def test_sums_over_ranks_and_what_follows(line, ranks, name, how):
     """Rows that all ranks get or each its own, in the types of programs, several calls in turns drawn by lot."""
     p = summed(line, ranks, **how)
-    right(CANDIDATE, p, ranks, first(p, name), calls=3, seed=len(line))
+    right(plan_for(CANDIDATE, p, H200), ranks, first(p, name), calls=3, seed=len(line))
 
 
 def test_all_ranks_get_the_same_bits():
     p = summed(BF16, 3, then="")
-    found = results(CANDIDATE, p, 3, first(p), calls=2, seed=5)
+    found = results(plan_for(CANDIDATE, p, H200), 3, first(p), calls=2, seed=5)
     for call in range(2):
         assert all(torch.equal(found[0][call][1][0], found[r][call][1][0]) for r in (1, 2))
 
@@ -70,7 +71,7 @@ def test_parts_of_k_and_several_blocks_meet_before_the_flag(seed):
     p = summed("bf16[17,512] @ bf16[64,512]^T -> bf16", 2)
     point = Schedule.of_point(TileConfig(16, 16, 32, 4, 2, split_k=2))
     tail = plan_for(CANDIDATE, p, H200).tail.plan.schedules()[0]
-    right(CANDIDATE, p, 2, joined(Schedule(), [("triton", point), ("triton_norm", tail)]), calls=2, seed=seed)
+    right(plan_for(CANDIDATE, p, H200), 2, joined(Schedule(), [("triton", point), ("triton_norm", tail)]), calls=2, seed=seed)
 
 
 def test_a_compiled_program_has_one_step_behind_its_product():
@@ -87,7 +88,7 @@ def test_a_compiled_program_has_one_step_behind_its_product():
     (product,) = [n for n in optimise(localise(graph)).nodes() if isinstance(n.op, Gemm)]
     problem = problem_of(product)
     assert len(problem.outputs) == 3
-    right(CANDIDATE, problem, 2, first(problem), calls=2, seed=4)
+    right(plan_for(CANDIDATE, problem, H200), 2, first(problem), calls=2, seed=4)
 
 
 def planted(monkeypatch, name, old, new):
@@ -104,12 +105,7 @@ def planted(monkeypatch, name, old, new):
 def found_wrong(calls, most=12):
     """Tell whether some order of ranks shows that results are wrong, or that one waits for ever."""
     p = summed(BF16, 2, then="add")
-    for seed in range(most):
-        try:
-            right(CANDIDATE, p, 2, first(p), calls, seed=seed, most_steps=40_000)
-        except (AssertionError, Fault):
-            return True
-    return False
+    return some_order_is_wrong(plan_for(CANDIDATE, p, H200), 2, first(p), calls, most)
 
 
 def test_a_kernel_that_does_not_wait_is_found(monkeypatch):
@@ -146,7 +142,7 @@ def test_a_rank_that_does_not_come_is_named_to_the_host(monkeypatch):
     """The wait ends by itself, and the host finds which rank it was."""
     planted(monkeypatch, "_arrival", "@q st.relaxed.sys.global.b32 [$3], t;", "")
     p = summed(BF16, 2, then="")
-    results(CANDIDATE, p, 2, first(p), seed=1, limit_s=50e-6)
+    results(plan_for(CANDIDATE, p, H200), 2, first(p), seed=1, limit_s=50e-6)
     assert late[-1][0] in (1, 2) and late[-1][1] == 0  # nobody's flag comes to the first rank
 
 

@@ -7,10 +7,12 @@ from itertools import product
 
 import pytest
 import torch
-from ptx import H200, Fault
-from pushed import late, results, right, summed
+from between_ranks import found_wrong as some_order_is_wrong
+from between_ranks import late, results, right, summed
+from ptx import H200
+from ptx.machine import MOST_STEPS
 
-from tilewright.lowering.stages import chosen_of, joined
+from tilewright.lowering.pieces import chosen_of, joined
 
 pytest.importorskip("triton")
 
@@ -27,6 +29,7 @@ from tilewright.dtype import BF16 as BF16_TYPE
 from tilewright.schedule.candidate import Schedule, plan_for, refusal
 
 LIMIT_S = 4e-4  # to wait for a rank: of the machine, whose clock counts steps
+
 TURNS = (1, 20)  # rounds of a rank, one of which may come to be a call ahead
 FEW = dataclasses.replace(H200, cores=2)
 BF16 = "bf16[128,64] @ bf16[128,64]^T -> bf16"
@@ -59,7 +62,7 @@ def point(problem, chunks=2, blocks=2, **knobs):
 def test_sums_over_ranks_and_what_follows(line, ranks, how, knobs):
     """Rows that all ranks get or each its own, in the types of programs, several calls in turns drawn by lot."""
     p = summed(line, ranks, **how)
-    right(CANDIDATE, p, ranks, point(p, **knobs), calls=2, seed=len(line), target=FEW)
+    right(plan_for(CANDIDATE, p, FEW), ranks, point(p, **knobs), calls=2, seed=len(line))
 
 
 @pytest.mark.thin(2)
@@ -68,12 +71,12 @@ def test_sums_over_ranks_and_what_follows(line, ranks, how, knobs):
 def test_tiles_that_are_stored_while_others_are_multiplied(scatter, knobs):
     """Two warpgroups in turns, and results that wait in registers; what is under way ends as late as it may."""
     p = summed("bf16[192,128] @ bf16[256,128]^T -> bf16", 2, scatter=scatter, then="")
-    right(CANDIDATE, p, 2, point(p, blocks=1, **knobs), seed=1, target=FEW, late=True)
+    right(plan_for(CANDIDATE, p, FEW), 2, point(p, blocks=1, **knobs), seed=1, late=True)
 
 
 def test_all_ranks_get_the_same_bits():
     p = summed("bf16[192,64] @ bf16[64,64]^T -> bf16", 3, then="")
-    found = results(CANDIDATE, p, 3, point(p), calls=2, seed=5, target=FEW)
+    found = results(plan_for(CANDIDATE, p, FEW), 3, point(p), calls=2, seed=5)
     for call in range(2):
         assert all(torch.equal(found[0][call][1][0], found[r][call][1][0]) for r in (1, 2))
 
@@ -81,12 +84,8 @@ def test_all_ranks_get_the_same_bits():
 def found_wrong(calls=2, most=8, scatter=True, line=BF16, turns=TURNS, **how):
     """Tell whether some order of ranks shows that results are wrong, or that one waits for ever."""
     p = summed(line, 2, scatter=scatter, then="")
-    for seed in range(most):
-        try:
-            right(CANDIDATE, p, 2, point(p, blocks=1), calls, seed, target=FEW, limit_s=LIMIT_S, turns=turns, **how)
-        except (AssertionError, Fault):
-            return True
-    return False
+    plan, at = plan_for(CANDIDATE, p, FEW), point(p, blocks=1)
+    return some_order_is_wrong(plan, 2, at, calls, most, MOST_STEPS, limit_s=LIMIT_S, turns=turns, **how)
 
 
 def test_problems_that_share_memory_have_the_same_slots():
@@ -197,7 +196,7 @@ def test_a_rank_that_does_not_come_is_named_to_the_host():
     """The wait ends by itself, that of no other program takes as long, and the host finds which rank it was."""
     p = summed(BF16, 2, scatter=True, then="")
     never = changed(r"@q st.relaxed.sys.global.b32 \[a\], e;", "")
-    results(CANDIDATE, p, 2, point(p), seed=1, limit_s=50e-6, target=FEW, change=never)
+    results(plan_for(CANDIDATE, p, FEW), 2, point(p), seed=1, limit_s=50e-6, change=never)
     assert all(rank in (1, 2) for rank in late[-1])
 
 

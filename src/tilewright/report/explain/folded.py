@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from tilewright.hardware.target import Target
-from tilewright.ir.ops import Call
+from tilewright.ir.ops import Call, Collective
 from tilewright.report.explain.choices import is_generated, predicted_us, settings, why_not_generated
 from tilewright.report.explain.names import step_names, title_of
 from tilewright.report.measure.work import candidate_of, work_of
@@ -174,6 +174,8 @@ def done_by(step: Step) -> By:
 
 def why_not(step: Step, kind: str) -> str:
     """The sentence why no generated kernel does a step that none does."""
+    if step.decision is not None and all(isinstance(n.op, Collective) for n in step.part.nodes):
+        return "it is an operation between ranks alone, which their library does"
     if step.decision is not None:
         return why_not_generated(step.decision, kind) or "no generated kernel was faster"
     calls = [n.op for n in step.part.nodes if isinstance(n.op, Call)]

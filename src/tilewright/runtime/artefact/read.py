@@ -27,6 +27,7 @@ from tilewright.ir.graph import Graph, Node
 from tilewright.ir.pattern import Trace
 from tilewright.ir.text import parse
 from tilewright.ir.types import TensorType
+from tilewright.lowering.pieces import chosen_of
 from tilewright.processors import usable
 from tilewright.rules.calibrate import Layer
 from tilewright.runtime.artefact.format import (
@@ -341,7 +342,7 @@ class _Reader(Generic[E]):
             if not isinstance(problem, Problem | AttentionProblem):
                 raise self._container.broken("what is split is no product")
             pieces = split.pieces_of(problem, schedule)
-            named = split.chosen_of(schedule)
+            named = chosen_of(schedule)
             if not len(pieces) == len(named) == len(recipe.pieces):
                 raise self._container.broken("a product is split into other pieces")
             kernels = [

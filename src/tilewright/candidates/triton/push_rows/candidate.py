@@ -20,7 +20,7 @@ from tilewright.candidates.triton.push_rows.summed import Summed, Tail, Undivide
 from tilewright.hardware.target import Target
 from tilewright.ir.mesh import team
 from tilewright.ir.ops import ReduceScatter
-from tilewright.lowering.stages import chosen_of, joined
+from tilewright.lowering.pieces import chosen_of, joined
 from tilewright.schedule.candidate import GEMM, GPU, Candidate, Kernel, Runner, Schedule, Unsupported
 from tilewright.schedule.problem import Problem
 

@@ -32,7 +32,7 @@ from tilewright.candidates.triton.runtime.module import needs
 from tilewright.hardware.target import Target
 from tilewright.ir.mesh import Symmetric, team
 from tilewright.ir.ops import AllReduce
-from tilewright.lowering.stages import chosen_of, joined
+from tilewright.lowering.pieces import chosen_of, joined
 from tilewright.schedule.candidate import GEMM, GPU, Candidate, Kernel, Runner, Schedule, Unsupported
 from tilewright.schedule.problem import Problem
 
