@@ -161,7 +161,7 @@ def test_what_does_not_fit_is_refused():
 
 
 def test_what_onnxs_evaluator_leaves_out_is_refused_where_it_runs():
-    """Within a Loop, which is its own."""
+    """It runs the whole of a Loop."""
     inner, _ = made("RNN", clip=0.5)
     body = make_graph(
         [*inner.graph.node, make_node("Identity", ["going"], ["on"]), make_node("Identity", ["out1"], ["last"])],

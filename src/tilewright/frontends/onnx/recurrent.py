@@ -116,7 +116,7 @@ def _in_order(weight: Node, order: Sequence[int], size: int) -> Node:
 
 
 def _of(weight: Node, direction: int) -> Node:
-    """What a direction has of its own."""
+    """The part of a weight that is one direction's."""
     return reshape(slice_(weight, 0, direction, direction + 1), weight.shape[1:])
 
 

@@ -42,7 +42,7 @@ class _Axis:
     scale: float
 
     def places(self, transform: str) -> np.ndarray:
-        """Where each new element lies in the old axis (`coordinate_transformation_mode`), in f32 as onnxruntime has it."""
+        """The places of new elements in the old axis (`coordinate_transformation_mode`), in f32 as onnxruntime has them."""
         one = np.float32
         y, n, scale = np.arange(self.after, dtype=one), one(self.before), one(self.scale)
         if transform == "align_corners":
