@@ -6,12 +6,12 @@ Each tool needs an environment of its own beside this package's dependencies and
 Tests of tools that are not installed are skipped.
 """
 
+import functools
 import os
 import warnings
 
 import pytest
 import torch
-from safetensors.torch import save_file
 
 import tilewright
 from tilewright.integrations.transformers import accelerate_
@@ -79,6 +79,7 @@ def linears(model):
 def test_gptqmodel(folder, bits, ordered):
     gptqmodel = pytest.importorskip("gptqmodel")
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    os.environ.setdefault("GPTQMODEL_CPU_WORKERS", "2")  # its loader takes two, of which it has one a pair of cores
     path, backend = str(folder / "gptq"), gptqmodel.BACKEND.TORCH
     config = gptqmodel.QuantizeConfig(bits=bits, group_size=32, desc_act=ordered)
     model = gptqmodel.GPTQModel.load(str(folder / "float"), config, device="cpu", backend=backend)
@@ -93,21 +94,23 @@ def test_gptqmodel(folder, bits, ordered):
 
 
 def test_autoawq(folder):
-    """The layers and files of AutoAWQ, filled by rounding to the nearest: its search wants a GPU."""
-    gemm = pytest.importorskip("awq.modules.linear.gemm")
+    """Its own search and files, on a CPU."""
+    awq = pytest.importorskip("awq")
+    from awq.modules.linear.gemm import WQLinear_GEMM
     from awq.utils.packing_utils import dequantize_gemm
 
-    model, theirs, tensors = llama(torch.float16), {}, {}
-    for name, linear in linears(model).items():
-        weight = tilewright.pack(linear.weight, "u4", group_size=32, zero_point=True)
-        scales, zeros = weight.scales.t().contiguous(), weight.zero_points.t().contiguous()
-        linear.weight.data = weight.dequantize(torch.float16)
-        made = gemm.WQLinear_GEMM.from_linear(linear, 4, 32, scales=scales, zeros=zeros)
-        theirs[name] = dequantize_gemm(made.qweight, made.qzeros, made.scales, 4, 32).t()
-        tensors |= {f"{name}.{n}": t.contiguous() for n, t in made.state_dict().items()}
-    tensors |= {n: t for n, t in model.state_dict().items() if n.rpartition(".")[0] not in theirs}
-    save_file(tensors, folder / "model.safetensors")
-    check(folder / "model.safetensors", theirs)
+    transformers.AutoModelForCausalLM.from_pretrained(folder / "float").half().save_pretrained(folder / "float")
+    model = awq.AutoAWQForCausalLM.from_pretrained(str(folder / "float"), device_map="cpu")
+    drawn = torch.randint(3, 96, (16, 64), generator=torch.Generator().manual_seed(0)).tolist()
+    asked = {"zero_point": True, "q_group_size": 32, "w_bit": 4, "version": "GEMM"}
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder / "float")
+    model.quantize(tokenizer, quant_config=asked, calib_data=drawn, max_calib_seq_len=64)
+    model.save_quantized(str(folder / "awq"))
+    loaded = model.model
+    layers = {n: m for n, m in loaded.named_modules() if isinstance(m, WQLinear_GEMM)}
+    theirs = {n: dequantize_gemm(m.qweight, m.qzeros, m.scales, 4, 32).t() for n, m in layers.items()}
+    check(folder / "awq", theirs)
+    assert taken_over(lambda: loaded.float(), theirs) < ROUNDED[torch.float16]
 
 
 QUANTISED_INPUTS = ("W8A8", "FP8_DYNAMIC")
@@ -117,11 +120,8 @@ SCHEMES = ("W4A16", "W4A16_ASYM", "W8A16", "W8A8", "FP8_DYNAMIC", "FP8_BLOCK", "
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_llm_compressor(folder, scheme):
     compressor = pytest.importorskip("llmcompressor")
-    from llmcompressor.modifiers.quantization import QuantizationModifier
-
     model = transformers.AutoModelForCausalLM.from_pretrained(folder / "float", dtype=torch.bfloat16)
-    recipe = QuantizationModifier(targets="Linear", scheme=scheme, ignore=["lm_head"])
-    compressor.oneshot(model=model, recipe=recipe)
+    compressor.oneshot(model=model, recipe=quantization(scheme))
     model.save_pretrained(folder / scheme, save_compressed=True)
     loaded = transformers.AutoModelForCausalLM.from_pretrained(folder / scheme)
     logits(loaded)  # makes floats of its weights
@@ -132,6 +132,57 @@ def test_llm_compressor(folder, scheme):
     )
 
 
+def taken_over(load, theirs):
+    """The error of logits once `accelerate_` has taken over the layers, with the same weights, against those weights in f32."""
+    model, reference = load(), llama()
+    report = accelerate_(model)
+    assert set(report.layers) == set(theirs) and not report.skipped
+    for name, weight in theirs.items():
+        assert torch.equal(model.get_submodule(name).weight.dequantize(weight.dtype), weight), name
+    plain = {n: p.detach().float() for n, p in model.named_parameters() if n in dict(reference.named_parameters())}
+    reference.load_state_dict(plain, strict=False)
+    with torch.no_grad():
+        for name, weight in theirs.items():
+            reference.get_submodule(name).weight.copy_(weight)
+    wanted = logits(reference)
+    return float((logits(model) - wanted).norm() / wanted.norm())
+
+
+@pytest.mark.parametrize("scheme", ["W4A16_ASYM", "W4A16", "W8A8"])
+def test_llm_compressors_searches(folder, scheme, monkeypatch):
+    """AWQ's scales and GPTQ's rounding, found by the tool itself on a CPU, where it pins memory as for a GPU."""
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda t: t)
+    compressor = pytest.importorskip("llmcompressor")
+    datasets = pytest.importorskip("datasets")
+    if scheme == "W4A16_ASYM":
+        from llmcompressor.modifiers.transform.awq import AWQModifier
+
+        recipe = [AWQModifier(), quantization(scheme)]
+    else:
+        from llmcompressor.modifiers.gptq import GPTQModifier
+
+        recipe = GPTQModifier(targets="Linear", scheme=scheme, ignore=["lm_head"])
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder / "float", dtype=torch.bfloat16)
+    drawn = torch.randint(3, 96, (16, 64), generator=torch.Generator().manual_seed(0))
+    rows = {"input_ids": drawn.tolist(), "attention_mask": torch.ones_like(drawn).tolist()}
+    compressor.oneshot(
+        model=model, recipe=recipe, dataset=datasets.Dataset.from_dict(rows), max_seq_length=64, num_calibration_samples=16
+    )
+    model.save_pretrained(folder / scheme, save_compressed=True)
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(folder / scheme)
+    logits(loaded)
+    theirs = {n: m.weight.detach() for n, m in linears(loaded).items()}
+    check(folder / scheme, theirs, 0.05 if scheme in QUANTISED_INPUTS else None)
+    load = functools.partial(transformers.AutoModelForCausalLM.from_pretrained, folder / scheme)
+    assert taken_over(load, theirs) < (0.05 if scheme in QUANTISED_INPUTS else ROUNDED[torch.bfloat16] * 3)
+
+
+def quantization(scheme):
+    from llmcompressor.modifiers.quantization import QuantizationModifier
+
+    return QuantizationModifier(targets="Linear", scheme=scheme, ignore=["lm_head"])
+
+
 @pytest.mark.parametrize("name", ["Int8WeightOnlyConfig", "Float8WeightOnlyConfig", "IntxWeightOnlyConfig"])
 def test_torchao(folder, name):
     quantization = pytest.importorskip("torchao.quantization")
@@ -140,7 +191,9 @@ def test_torchao(folder, name):
     model = transformers.AutoModelForCausalLM.from_pretrained(folder / "float", quantization_config=asked, dtype=torch.bfloat16)
     model.save_pretrained(folder / name)
     loaded = transformers.AutoModelForCausalLM.from_pretrained(folder / name)
-    check(folder / name, {n: m.weight.dequantize() for n, m in linears(loaded).items()})
+    theirs = {n: m.weight.dequantize() for n, m in linears(loaded).items()}
+    check(folder / name, theirs)
+    assert taken_over(lambda: loaded, theirs) < ROUNDED[torch.bfloat16] * 3
 
 
 @pytest.mark.parametrize("kind", ["Q8_0", "Q4_0"])

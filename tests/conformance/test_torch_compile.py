@@ -93,6 +93,42 @@ MODELS = {
 }
 
 
+LAYERS = {"intermediate_size": 128, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+TEXT = {**LAYERS, "vocab_size": 128, "max_position_embeddings": 66, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+
+
+def padded(batch, length):
+    mask = torch.arange(length) < torch.randint(1 + length // 2, length + 1, (batch, 1))
+    return {"input_ids": ids(batch, length), "attention_mask": mask.long()}
+
+
+def pictures(batch, length):
+    tokens = torch.cat([ids(batch, length - 1), torch.full((batch, 1), 2)], 1)
+    return {"input_ids": tokens, "pixel_values": torch.randn(batch, 3, 16, 16)}
+
+
+# Those that nobody asked for: other kinds of positions, of attention, of norms, and two towers.
+MODELS |= {
+    "phi": ("PhiForCausalLM", "PhiConfig", TEXT, decoded),
+    "gpt_neox": ("GPTNeoXForCausalLM", "GPTNeoXConfig", TEXT, decoded),
+    "gemma2": ("Gemma2ForCausalLM", "Gemma2Config", {**DECODER, "head_dim": 16, "sliding_window": 8}, decoded),
+    "olmo2": ("Olmo2ForCausalLM", "Olmo2Config", DECODER, decoded),
+    "roberta": ("RobertaModel", "RobertaConfig", TEXT, padded),
+    "distilbert": (
+        "DistilBertModel",
+        "DistilBertConfig",
+        {"vocab_size": 128, "dim": 64, "hidden_dim": 128, "n_layers": 2, "n_heads": 4, "max_position_embeddings": 64},
+        padded,
+    ),
+    "clip": (
+        "CLIPModel",
+        "CLIPConfig",
+        {"text_config": TEXT, "vision_config": {**LAYERS, "image_size": 16, "patch_size": 4}, "projection_dim": 32},
+        pictures,
+    ),
+}
+
+
 @pytest.fixture(scope="module")
 def decisions(tmp_path_factory):
     return tmp_path_factory.mktemp("decisions")
@@ -124,7 +160,7 @@ def test_twenty_random_shapes(name):
             batch, length = (int(torch.randint(2, most, (), generator=draw)) for most in (6, 24))
             given = inputs(batch, length)
             wanted, got = model(**given), f(**given)
-            for key in ("logits", "last_hidden_state", "pooler_output"):
+            for key in ("logits", "last_hidden_state", "pooler_output", "logits_per_text"):
                 if wanted.get(key) is not None:
                     torch.testing.assert_close(got[key], wanted[key], rtol=1e-3, atol=1e-4)
     assert counters["stats"]["unique_graphs"] <= 3

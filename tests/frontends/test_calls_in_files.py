@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -162,6 +163,15 @@ def test_no_allowed_operator_writes_draws_or_shows_old_memory() -> None:
         assert not any(word in target for word in ("empty", "resize", "_reshape_alias", "from_file", "set_", "storage")), target
         assert all(str(a.type) not in ("Storage", "Stream", "Generator") for a in schema_of(operator).arguments), target
     assert known > 250
+
+
+@pytest.mark.parametrize("place", [1, 2, 3, 4])
+def test_a_norm_over_batches_has_weights_for_all_channels(place: int) -> None:
+    """Torch reads past those that are too few."""
+    args = [{"tensor": 0}, *({"tensor": 0} if i == place else None for i in range(1, 5)), True, 0.1, 1e-5]
+    payload = json.dumps({"args": args, "kwargs": {}})
+    with pytest.raises(InputError, match="a call whose weights are not one for each channel"):
+        load(calling("torch", "aten.native_batch_norm.default", payload))
 
 
 @pytest.mark.parametrize("target", ["aten.as_strided.default", "aten.gather.default", "aten.index_put.default"])

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from tilewright.compiler import optimise
 from tilewright.dtype import F32, S64
-from tilewright.errors import InputError
+from tilewright.errors import InputError, TypeMismatchError
 from tilewright.ir.build import broadcast, concat, const, convert, extents, input_, map_, reduce_, reshape, slice_, transpose
 from tilewright.ir.dims import Dim, Scope, as_dim, named, solve
 from tilewright.ir.evaluate import evaluate
@@ -320,6 +320,18 @@ def test_what_does_nothing_for_these_extents_is_left_out():
     graph = Graph("g", (x,), (y,), ("y",))
     made = instance(graph, {"batch": 2, "seq": 4})
     assert made.outputs[0] is made.inputs[0]
+
+
+def test_extents_of_other_terms_that_are_equal_broadcast_together():
+    """Halves of an extent, one rounded up: equal where it is even, which a guard says."""
+    scope = Scope().expect({"n": 8})
+    n = scope.extent(Dim("n", 1, 64))
+    x = input_("x", F32, (n, 4))
+    halves = slice_(x, 0, 0, n // 2), slice_(x, 0, n // 2, n)
+    assert map_("add", *halves).shape == (n // 2, 4)
+    assert not scope.failing({"n": 12}) and scope.failing({"n": 9})
+    with pytest.raises(TypeMismatchError, match="do not broadcast together"):
+        map_("add", x, slice_(x, 0, 0, n // 2))
 
 
 def test_common_factors_decide_and_a_strict_scope_guards_what_it_takes_to_differ():

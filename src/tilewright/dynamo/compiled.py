@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import operator
 import threading
@@ -275,18 +276,19 @@ class Compiled:
         ranges = None
         if self._open and self.concrete is None:
             try:
-                opened = Open(self._module, args, constant, self.name)
-                try:
-                    ranges = self._ranged(opened, args)
-                except TilewrightError:
-                    alike = opened.alike(args)  # lengths of keys and of values, which torch gives symbols of their own
-                    if not alike.united:
-                        raise
-                    ranges = self._ranged(alike, args)
+                ranges = self._opened(Open(self._module, args, constant, self.name), args)
             except TilewrightError as error:
                 self.concrete = str(error)
                 LOGGER.info("a graph of torch.compile (%s) is compiled for each shape: %s", self.name, error)
         return Held(args, sorted(constant), ranges)
+
+    def _opened(self, opened: Open, args: Sequence[Any]) -> tuple[Open, AnyShape]:
+        """The graph read with its extents left open, in the first of three ways that it can be read in."""
+        alike = opened.alike(args)  # lengths of keys and of values, which torch gives symbols of their own
+        for one in (opened, alike) if alike.united else (opened,):
+            with contextlib.suppress(TilewrightError):
+                return self._ranged(one, args)
+        return self._ranged(opened.expecting(args), args)
 
     def _ranged(self, opened: Open, args: Sequence[Any]) -> tuple[Open, AnyShape]:
         return opened, compile(opened, dims=True, device=_device(args), budget_s=0, cache=self._options.cache)

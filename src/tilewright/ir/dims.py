@@ -149,6 +149,7 @@ class Scope:
             elements is right for one, but for a program that compares an extent with 1 or 2 itself.
         strict: extents that differ for the hints are guarded, too.
         fixed: dims that are numbers, those of their hints.
+        asked: hints for dims yet to come.
     """
 
     dims: dict[str, Dim] = field(default_factory=dict[str, Dim])
@@ -158,12 +159,12 @@ class Scope:
     assumed: dict[Guard, None] = field(default_factory=dict["Guard", None])
     strict: bool = False
     fixed: set[str] = field(default_factory=set[str])
-    _asked: dict[str, int] = field(default_factory=dict[str, int])
+    asked: dict[str, int] = field(default_factory=dict[str, int])
     _numbers: dict[Guard, str | None] = field(default_factory=dict["Guard", "str | None"])  # that code asked for
 
     def expect(self, hints: Mapping[str, int], fixed: Iterable[str] = ()) -> Scope:
         """The scope itself, which takes these hints for dims yet to come; those that are `fixed` are these numbers."""
-        self._asked.update(hints)
+        self.asked.update(hints)
         self.fixed.update(fixed)
         return self
 
@@ -183,7 +184,7 @@ class Scope:
             self.hints[dim.name] = low
             return low
         if dim.name not in self.hints:
-            asked = self._asked.get(dim.name)
+            asked = self.asked.get(dim.name)
             self.hints[dim.name] = asked if asked is not None and asked in dim else _hint(dim, self.hints.values())
         name = dim.name
         if name in self.fixed:

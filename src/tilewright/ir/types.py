@@ -79,10 +79,11 @@ def broadcast_shapes(*shapes: Shape, where: str = "broadcast") -> Shape:
     out: list[int] = []
     for axis in range(-rank, 0):
         extents = {s[axis] for s in shapes if len(s) >= -axis} - {1}
-        if len(extents) > 1:
+        first = next(iter(extents), 1)
+        if len(extents) > 1 and any(e != first for e in extents):  # open ones of other terms may be equal
             shown = " and ".join(str(list(s)) for s in shapes)
             raise TypeMismatchError(f"shapes {shown} do not broadcast together", where=where)
-        out.append(extents.pop() if extents else 1)
+        out.append(first)
     return tuple(out)
 
 

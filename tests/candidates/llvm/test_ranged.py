@@ -136,6 +136,17 @@ def test_norms_and_masks_have_any_number_of_rows_and_columns():
         assert len(code.codes) <= 3
 
 
+def test_a_norm_of_norms_without_open_extents_runs_in_a_program_that_has_some():
+    """Its call gives no extents: with a place for them, what is kept between passes was written elsewhere."""
+
+    def norms(length):
+        x, w = input_("x", F32, (3, 17, 64)), input_("w", F32, (64,))
+        first = Node(LayerNorm(-1, 1e-5), x, w)
+        return fusion_of((x, w), (first, Node(LayerNorm(-1, 1e-5), first, w)))[0]
+
+    agrees(*Code(NORM, CPU, norms, length=Dim("length", 1, 512)).at(length=11))
+
+
 def test_ranges_are_taken_of_open_extents():
     def cut(length):
         x = input_("x", F32, (length, 8))

@@ -2,8 +2,9 @@
 
 import numpy as np
 import pytest
+from onnx import TensorProto
 from onnx.helper import make_node as node
-from onnx_models import FLOAT, INT64, model, one, ours, read, tame, theirs, value
+from onnx_models import FLOAT, INT64, model, one, ours, read, tame, theirs, value, whole
 
 from tilewright.compiler import compile
 from tilewright.errors import InputError, TypeMismatchError, UnsupportedError
@@ -179,3 +180,71 @@ def test_places_of_the_largest(dtype, given):
     """Windows are one step apart by default, of which onnx's evaluator gives other places."""
     x = (tame(2, 3, 9, 8) * 20).astype(dtype)
     by_torch(one("MaxPool", {"x": x}, out=[0, INT64], kernel_shape=[2, 3], **given), {"x": x}, rtol=0)
+
+
+CODES = {
+    "per tensor": ((), ()),
+    "per channel": ((), (4,)),
+}
+
+
+@pytest.mark.parametrize("scales", CODES)
+@pytest.mark.parametrize("dtype", [np.int8, np.uint8])
+@pytest.mark.parametrize("given", [{"pads": [1, 0, 2, 1]}, {"strides": [2, 1], "group": 2}])
+def test_convolutions_of_codes(scales, dtype, given):
+    """Padded with zero points; sums are exact, and onnxruntime's products of scales may round to the neighbouring code."""
+    groups, (_, of_w) = given.get("group", 1), CODES[scales]
+    x, w = whole(np.uint8, 2, 6, 9, 7), whole(dtype, 4, 6 // groups, 3, 2)
+    zero, w_zero = np.uint8(117), np.full(of_w, 3 if dtype is np.uint8 else 0, dtype)
+    m = one("ConvInteger", {"x": x}, {"w": w, "xz": zero, "wz": np.asarray(w_zero.flat[0])}, out=TensorProto.INT32, **given)
+    by_torch(m, {"x": x}, "convolution.default", rtol=0)
+    w_scale = np.abs(tame(*of_w)).astype(np.float32) * 0.01 + np.float32(0.01)
+    constants = {"xs": np.float32(0.02), "xz": zero, "w": w, "ws": w_scale, "wz": w_zero}
+    constants |= {"ys": np.float32(0.7), "yz": np.uint8(128), "b": rng.integers(-9999, 9999, 4).astype(np.int32)}
+    m = one("QLinearConv", {"x": x}, constants, **given)
+    graph = read(m)
+    assert {n.op.target for n in graph.nodes() if n.op.name == "call"} == {"aten.convolution.default"}
+    got, wanted = (r[0].astype(int) for r in (ours(graph, {"x": x}), theirs(m, {"x": x})))
+    assert np.abs(got - wanted).max() <= 1 and (got == wanted).mean() > 0.99 and len(np.unique(got)) > 20
+
+
+@pytest.mark.parametrize("given", [{}, {"exclusive": 1}, {"reverse": 1}, {"reverse": 1, "exclusive": 1}])
+def test_cumulative_products(given):
+    """onnxruntime has none yet."""
+    x = tame(3, 4, 5)
+    graph = read(one("CumProd", {"x": x}, {"axis": np.int64(1)}, opset=26, **given))
+    assert [n.op.target for n in graph.nodes() if n.op.name == "call"] == ["aten.cumprod.default"]
+    wanted = x[:, ::-1] if given.get("reverse") else x
+    if given.get("exclusive"):
+        wanted = np.concatenate([np.ones_like(x[:, :1]), wanted[:, :-1]], 1)
+    wanted = wanted.cumprod(1)
+    np.testing.assert_allclose(ours(graph, {"x": x})[0], wanted[:, ::-1] if given.get("reverse") else wanted, rtol=1e-5)
+
+
+def test_determinants():
+    x = tame(2, 3, 4, 4)
+    by_torch(one("Det", {"x": x}), {"x": x}, "_linalg_det.default")
+
+
+@pytest.mark.parametrize("axis", [-2, 1, -1])
+@pytest.mark.parametrize("mode", ["linear", "circular"])
+@pytest.mark.parametrize("start", [False, True])
+def test_a_cache_takes_an_update(axis, mode, start):
+    """onnxruntime has no TensorScatter of all of these."""
+    cache, count = tame(2, 4, 5, 6), 2
+    update = tame(*(count if a == axis % 4 else d for a, d in enumerate(cache.shape)))
+    places = np.array([1, 2 if mode == "linear" else cache.shape[axis] - 1], np.int64)
+    feeds = {"x": cache, "u": update} | ({"at": places} if start else {})
+    graph = read(one("TensorScatter", feeds, opset=24, axis=axis, mode=mode))
+    assert [n.op.target for n in graph.nodes() if n.op.name == "call"] == ["aten.scatter.src"]
+    wanted = np.moveaxis(cache.copy(), axis, 1)
+    for b in range(2):
+        for i in range(count):
+            at = (places[b] if start else 0) + i
+            wanted[b, at % wanted.shape[1]] = np.moveaxis(update, axis, 1)[b, i]
+    np.testing.assert_array_equal(ours(graph, feeds)[0], np.moveaxis(wanted, 1, axis))
+
+
+def test_an_update_that_does_not_fit_is_refused():
+    with pytest.raises(InputError, match=r"TensorScatter of f32\[2,2\] into f32\[2,3,4\] along axis 1, linear"):
+        read(one("TensorScatter", {"x": tame(2, 3, 4), "u": tame(2, 2)}, opset=24))

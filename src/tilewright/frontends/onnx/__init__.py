@@ -21,8 +21,9 @@ if TYPE_CHECKING:
     from onnx.backend.base import Backend
 
 OLDEST, NEWEST = 13, 28
-_CONVERTERS = (
-    "attention by_torch contrib contrib_attention elementwise matmul norm pool qlinear quantize shape"  # register theirs
+_CONVERTERS = (  # whose modules register them
+    *("attention", "by_torch", "contrib", "contrib_attention", "elementwise", "matmul", "norm", "pool", "qlinear", "quantize"),
+    *("recurrent", "resize", "shape"),
 )
 
 
@@ -92,7 +93,7 @@ def _require_onnx() -> None:
         importlib.import_module("onnx")
     except ImportError as error:
         raise MissingDependencyError("reading ONNX needs the onnx package", hint="pip install 'tilewright[onnx]'") from error
-    for topic in _CONVERTERS.split():
+    for topic in _CONVERTERS:
         importlib.import_module(f"tilewright.frontends.onnx.{topic}")
 
 

@@ -1,4 +1,4 @@
-"""ONNX operators that torch computes: convolutions, the largest elements, cumulative sums, scattered elements.
+"""ONNX operators that torch computes: convolutions, the largest elements, cumulative sums, scattered elements, determinants.
 
 Each stands as a `call` of torch's own operator (`frontends/torch/call.py`), between nodes of the graph that make its operands
 what that operator takes. What torch's operator does not take is left to onnx's evaluator, which is a hundred times slower.
@@ -16,10 +16,10 @@ from tilewright.frontends.onnx.node import OpNode, converts
 from tilewright.frontends.onnx.pool import paddings
 from tilewright.frontends.torch.call import call
 from tilewright.frontends.unmodelled import Unmodelled
-from tilewright.ir.build import broadcast, concat, const, convert, extents, items, map_, places, reshape, slice_
+from tilewright.ir.build import broadcast, concat, const, convert, expand_dims, extents, items, map_, places, reshape, slice_
 from tilewright.ir.extent import is_open
 from tilewright.ir.graph import Node
-from tilewright.ir.ops import Gather, Iota, Pad, Select
+from tilewright.ir.ops import Gather, Iota, Pad, Quantize, Select
 from tilewright.ir.types import TensorType
 
 _FLOATS = (F16, BF16, F32, F64)
@@ -30,7 +30,7 @@ _LONG = 4096  # elements of which torch looks for the largest in a tenth of the 
 _MOST_SPATIAL = 3  # axes, of torch's
 
 
-def _by_torch(op: OpNode, target: str, args: Sequence[object], types: Sequence[TensorType], **named: object) -> list[Node]:
+def by_torch(op: OpNode, target: str, args: Sequence[object], types: Sequence[TensorType], **named: object) -> list[Node]:
     """Results of torch's operator `target`, which a note names."""
     made = call(target, args, named, types, op.where)
     op.note(f"{op.where}: {target} is left to torch: {_REASON}")
@@ -40,7 +40,10 @@ def _by_torch(op: OpNode, target: str, args: Sequence[object], types: Sequence[T
 @converts("Conv", 1, 22)
 def _conv(op: OpNode) -> Node:
     """Windows [O, C / groups, *kernel] over [N, C, *spatial], with what is padded before and behind."""
-    x, w, bias = op.input(0), op.input(1), op.optional(2)
+    return _convolved(op, op.input(0), op.input(1), op.optional(2))
+
+
+def _convolved(op: OpNode, x: Node, w: Node, bias: Node | None) -> Node:
     groups, strides, dilations = _windows(op, x, w)
     kernel = w.shape[2:]
     if x.shape[1] != w.shape[1] * groups or w.shape[0] % groups:
@@ -55,7 +58,73 @@ def _conv(op: OpNode) -> Node:
     if low != high:
         x, low = _padded(x, low, high), [0] * len(low)
     args = [x, w, bias, strides, low, dilations, False, [0] * len(low), groups]
-    return _by_torch(op, _CONVOLUTION, args, [result])[0]
+    return by_torch(op, _CONVOLUTION, args, [result])[0]
+
+
+@converts("ConvInteger", 10, 10)
+def _conv_integer(op: OpNode) -> Node:
+    """Windows of codes over codes, each less its zero point, added up in s32."""
+    return convert(_of_codes(op, op.input(0), op.optional(2), op.input(1), op.optional(3), None), S32)
+
+
+@converts("QLinearConv", 10, 10)
+def _qlinear_conv(op: OpNode) -> Node:
+    """The s32 sums of windows, and a bias of s32, times (x_scale * w_scale / y_scale), quantized by y's zero point."""
+    x, x_scale, x_zero, w, w_scale, w_zero, y_scale, y_zero = (op.input(i) for i in range(8))
+    sums = convert(_of_codes(op, x, x_zero, w, w_zero, op.optional(8)), F32)
+    by_x, by_w, by_y = (convert(_along(n, 1, sums), F32) for n in (x_scale, w_scale, y_scale))
+    factor = map_("divide", map_("multiply", by_x, by_w), by_y)
+    zero = _along(y_zero, 1, sums)
+    return Node(Quantize(y_zero.dtype), map_("multiply", sums, factor), const(1.0, F32), reshape(zero, ()))
+
+
+def _of_codes(op: OpNode, x: Node, x_zero: Node | None, w: Node, w_zero: Node | None, bias: Node | None) -> Node:
+    """f64 sums of products of codes less their zero points, which are exact."""
+    if x.dtype not in (S8, U8) or w.dtype not in (S8, U8) or (bias is not None and bias.dtype is not S32):
+        raise Unmodelled(f"windows {w.type} over {x.type}")
+    x, w = convert(x, F64), convert(w, F64)
+    if x_zero is not None:
+        x = map_("subtract", x, convert(_along(x_zero, 1, x), F64))
+    if w_zero is not None:
+        w = map_("subtract", w, convert(_along(w_zero, 0, w), F64))
+    return _convolved(op, x, w, None if bias is None else convert(bias, F64))
+
+
+def _along(n: Node, axis: int, x: Node) -> Node:
+    """A number, or one for each place of an axis of x, laid so as to broadcast to x."""
+    if n.tensor.elements == 1:
+        return reshape(n, (1,) * len(x.shape))
+    if n.shape != x.shape[axis : axis + 1]:
+        raise Unmodelled(f"a scale or zero point {n.type} for {x.type}")
+    return expand_dims(n, axis, len(x.shape))
+
+
+@converts("Det", 11, 22)
+def _det(op: OpNode) -> Node:
+    x = op.input(0)
+    if x.dtype not in (F32, F64) or len(x.shape) < 2 or x.shape[-1] != x.shape[-2] or 0 in x.shape:
+        raise Unmodelled(f"of {x.type}")
+    types = [x.tensor.with_shape(x.shape[:-2]), x.tensor, TensorType(S32, x.shape[:-1])]
+    return by_torch(op, "aten._linalg_det.default", [x], types)[0]
+
+
+@converts("TensorScatter", 24, 24)
+def _tensor_scatter(op: OpNode) -> Node:
+    """A cache [B, …, length, …] with an update written along `axis`, in each sequence from its own place on."""
+    x, updates, start = op.input(0), op.input(1), op.optional(2)
+    rank = len(x.shape)
+    axis, mode = op.axis("axis", -2, rank), op.text("mode", "linear")
+    wanted = tuple(updates.shape[axis] if a == axis else d for a, d in enumerate(x.shape))
+    if axis == 0 or updates.tensor != TensorType(x.dtype, wanted) or mode not in ("linear", "circular"):
+        raise op.malformed(f"TensorScatter of {updates.type} into {x.type} along axis {axis}, {mode}")
+    if x.dtype not in _NUMBERS or 0 in updates.shape or updates.shape[axis] > x.shape[axis]:
+        raise Unmodelled(f"it writes {updates.type} into {x.type}")
+    at = Node(Iota(S64, updates.shape, axis))
+    if start is not None:
+        at = map_("add", at, broadcast(expand_dims(convert(start, S64), 0, rank), updates.shape))
+    if mode == "circular":
+        at = map_("remainder", at, extents([x.shape[axis]], single=True))
+    return by_torch(op, "aten.scatter.src", [x, axis, at, updates], [x.tensor])[0]
 
 
 @converts("ConvTranspose", 1, 22)
@@ -90,9 +159,9 @@ def _conv_transpose(op: OpNode) -> Node:
         raise Unmodelled(f"sums of {sums} cut by {low} and {high}")
     result = x.tensor.with_shape((x.shape[0], channels, *shape))
     if low == high and all(m < max(s, d) for m, s, d in zip(more, strides, dilations, strict=True)):
-        return _by_torch(op, _CONVOLUTION, [x, w, bias, strides, low, dilations, True, more, groups], [result])[0]
+        return by_torch(op, _CONVOLUTION, [x, w, bias, strides, low, dilations, True, more, groups], [result])[0]
     none, whole = [0] * rank, result.with_shape((x.shape[0], channels, *sums))
-    y = _by_torch(op, _CONVOLUTION, [x, w, bias, strides, none, dilations, True, none, groups], [whole])[0]
+    y = by_torch(op, _CONVOLUTION, [x, w, bias, strides, none, dilations, True, none, groups], [whole])[0]
     for axis, (a, d) in enumerate(zip(low, shape, strict=True), 2):
         y = slice_(y, axis, a, a + d)
     return y
@@ -139,7 +208,7 @@ def _top_k(op: OpNode) -> list[Node | None]:
         place = _top_places(op, x, axis, count, largest)
         return [Node(Gather(axis, elementwise=True), x, place), place]
     how = {"stable": True, "dim": axis, "descending": largest}
-    found = _by_torch(op, "aten.sort.stable", [x], [x.tensor, TensorType(S64, x.shape)], **how)
+    found = by_torch(op, "aten.sort.stable", [x], [x.tensor, TensorType(S64, x.shape)], **how)
     return [slice_(f, axis, 0, count) for f in found]
 
 
@@ -149,18 +218,19 @@ def _top_places(op: OpNode, x: Node, axis: int, count: int, largest: bool) -> No
     n, wide = x.shape[axis], convert(x, F32)
     wide = Node(Select(), map_("equal", wide, const(0.0, F32)), const(0.0, F32), wide)  # -0 is 0
     wide = Node(Select(), map_("is_nan", wide), const(math.nan, F32), wide)
-    bits = _by_torch(op, "aten.view.dtype", [wide, torch.int32], [TensorType(S32, x.shape)])[0]
+    bits = by_torch(op, "aten.view.dtype", [wide, torch.int32], [TensorType(S32, x.shape)])[0]
     ordered = Node(Select(), map_("less", bits, const(0, S32)), map_("xor", bits, const(0x7FFFFFFF, S32)), bits)
     ordered = ordered if largest else map_("not", ordered)
     behind = map_("subtract", const(n - 1, S64), Node(Iota(S64, x.shape, axis)))
     keys = map_("add", map_("multiply", convert(ordered, S64), const(1 << 32, S64)), behind)
     result = keys.tensor.with_shape(count if a == axis else d for a, d in enumerate(x.shape))
-    top = _by_torch(op, "aten.topk.default", [keys, count, axis, True, True], [result, result])[0]
+    top = by_torch(op, "aten.topk.default", [keys, count, axis, True, True], [result, result])[0]
     return map_("subtract", const(n - 1, S64), map_("and", top, const(0xFFFFFFFF, S64)))
 
 
-def cumulative_sum(op: OpNode, x: Node, axis: int) -> Node:
-    """Sums of all elements up to each along an axis, or of those before it (`exclusive`), or from the end (`reverse`).
+def cumulative(op: OpNode, x: Node, axis: int, function: str = "cumsum") -> Node:
+    """Sums of all elements up to each along an axis, or of those before it (`exclusive`), or from the end (`reverse`); or
+    products ("cumprod").
 
     Raises:
         Unmodelled: they are of a type that torch does not add up as ONNX does.
@@ -173,9 +243,9 @@ def cumulative_sum(op: OpNode, x: Node, axis: int) -> Node:
     if backwards:
         y = Node(Gather(axis), y, places(n, n - 1, -1))
     if op.integer("exclusive", 0) and n > 0:
-        first = reshape(const(0, y.dtype), (1,) * len(y.shape))
+        first = reshape(const(0 if function == "cumsum" else 1, y.dtype), (1,) * len(y.shape))
         y = concat([broadcast(first, [1 if a == axis else d for a, d in enumerate(y.shape)]), slice_(y, axis, 0, n - 1)], axis)
-    y = _by_torch(op, "aten.cumsum.default", [y, axis], [y.tensor], dtype=y.dtype.to_torch())[0]
+    y = by_torch(op, f"aten.{function}.default", [y, axis], [y.tensor], dtype=y.dtype.to_torch())[0]
     if backwards:
         y = Node(Gather(axis), y, places(n, n - 1, -1))
     return convert(y, dtype)
@@ -203,7 +273,7 @@ def _scatter_elements(op: OpNode) -> Node:
         target, args = "aten.scatter_reduce.two", [x, axis, at, updates, _REDUCED[how]]
     else:
         raise Unmodelled(f"reduction {how!r} of {x.dtype}")
-    return _by_torch(op, target, args, [x.tensor])[0]
+    return by_torch(op, target, args, [x.tensor])[0]
 
 
 @converts("ScatterND", 11, 18)
@@ -217,4 +287,4 @@ def _scatter_nd(op: OpNode) -> Node:
         raise Unmodelled(f"it writes {updates.type} at {index.type} into {x.type}")
     last = len(index.shape) - 1
     at = [reshape(slice_(convert(index, S64), last, i, i + 1), index.shape[:-1]) for i in range(depth)]
-    return _by_torch(op, "aten.index_put.default", [x, at, updates, how == "add"], [x.tensor])[0]
+    return by_torch(op, "aten.index_put.default", [x, at, updates, how == "add"], [x.tensor])[0]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from tilewright.dtype import F16, F32, F64, S64, DType
-from tilewright.frontends.onnx.by_torch import cumulative_sum
+from tilewright.frontends.onnx.by_torch import cumulative
 from tilewright.frontends.onnx.node import Converter, OpNode, converts
 from tilewright.frontends.onnx.tensors import element_type
 from tilewright.frontends.unmodelled import Unmodelled
@@ -137,7 +137,7 @@ def _cumsum(op: OpNode) -> Node:
     axis = op.normal_axis(op.known_ints(1)[0], len(x.shape))
     n = x.shape[axis]
     if x.dtype.is_float or n > MOST_SUMMED:
-        return cumulative_sum(op, x, axis)
+        return cumulative(op, x, axis)
     source, result = (Node(Iota(S64, (n, n), a)) for a in (0, 1))
     if op.integer("reverse", 0):
         source, result = result, source
@@ -146,6 +146,12 @@ def _cumsum(op: OpNode) -> Node:
     moved = transpose(x, perm)
     summed = gemm(reshape(moved, (x.tensor.elements // n if n else 0, n)), ones, out_dtype=x.dtype)
     return transpose(reshape(summed, moved.shape), [perm.index(a) for a in range(len(perm))])
+
+
+@converts("CumProd", 26, 26)
+def _cumprod(op: OpNode) -> Node:
+    x = op.input(0)
+    return cumulative(op, x, op.normal_axis(op.known_ints(1)[0], len(x.shape)), "cumprod")
 
 
 @converts("Softmax", 1, 13)

@@ -39,12 +39,15 @@ _SINCE = {
     "Tile": 6,
     "Upsample": 1 << 30,  # deprecated since 10, and hardly implemented
 }
+# What the evaluator leaves out without a word: attributes, and an input that is there.
+_RECURRENT = frozenset({"LSTM", "GRU", "RNN"})
+_LEFT_OUT, _LENGTHS = frozenset({"activations", "clip", "input_forget"}), 4
 _GRID_MODES = {b"bilinear": "linear", b"bicubic": "cubic"}
 _RESIZE_OPSET = 13
 
 
 def refuse_changed(proto: onnx.NodeProto, version: int, where: str) -> None:
-    """Refuse a node of a version whose meaning is not that of the reference evaluator.
+    """Refuse a node of a version whose meaning is not that of the reference evaluator, and what that leaves out.
 
     Raises:
         UnsupportedError: it means something else.
@@ -56,6 +59,15 @@ def refuse_changed(proto: onnx.NodeProto, version: int, where: str) -> None:
             where=where,
             hint="convert the model to a newer operator set: onnx.version_converter.convert_version(model, 13)",
         )
+    if proto.op_type in _RECURRENT:
+        left_out = [a.name for a in proto.attribute if a.name in _LEFT_OUT]
+        left_out += ["sequence_lens"] if len(proto.input) > _LENGTHS and proto.input[_LENGTHS] else []
+        if left_out:
+            raise UnsupportedError(
+                f"onnx's reference evaluator leaves out {' and '.join(left_out)} of {proto.op_type}",
+                where=where,
+                hint="take it out of the Loop, Scan or If around it, where it is read, or export the model without them",
+            )
 
 
 def modern(

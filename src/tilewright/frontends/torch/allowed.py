@@ -75,4 +75,5 @@ def _spelt(namespace: str, names: str) -> frozenset[str]:
     return frozenset(f"{namespace}.{n if '.' in n else f'{n}.default'}" for n in names.split())
 
 
-ALLOWED = _spelt("aten", _ATEN) | _spelt("quantized_decomposed", _QUANTIZED_DECOMPOSED)
+_OWN = "recurrence recurrent_layer"
+ALLOWED = _spelt("aten", _ATEN) | _spelt("quantized_decomposed", _QUANTIZED_DECOMPOSED) | _spelt("tilewright", _OWN)

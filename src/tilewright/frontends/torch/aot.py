@@ -221,6 +221,14 @@ class Open:
         ranges = {s: fakes.shape_env.var_to_range.get(s) for s in self._places}
         self._ranges = {s: r for s, r in ranges.items() if r is not None}
         self._alike: list[dict[Any, int]] = []
+        self._example: dict[str, int] = {}
+
+    def expecting(self, args: Sequence[object]) -> Open:
+        """The same graph, read with the extents of this call for examples: those that reading takes else, so as not to be equal
+        by chance, may be none for which the graph holds."""
+        made = copy.copy(self)
+        made._example = self.values(args)
+        return made
 
     def alike(self, args: Sequence[object]) -> Open:
         """The same graph with one dim for symbols that are equal in this call, and in all that were given to `alike` before:
@@ -265,6 +273,7 @@ class Open:
             UnsupportedError: control flow, random numbers, effects, types no graph holds, or torch's own operator is given an
                 open extent.
         """
+        scope.expect({**self._example, **scope.asked})
         with TRACING, torch.no_grad(), reading(Symbols(scope, self._ranges, self._dims())):
             return Reader(cast(Any, self.concrete), self.name, random=True).read()
 

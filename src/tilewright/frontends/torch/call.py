@@ -32,8 +32,11 @@ _MOST_NESTED = 8  # lists of an argument; no schema has so many
 _LINEAR = ("linalg_", "_linalg_", "cholesky", "geqrf", "lu_", "ormqr", "triangular_solve")
 _ALSO_ON_CPU = (*_LINEAR, "_fft_")  # of aten: MAGMA's have streams of their own, cuFFT's plans are kept for some sizes alone
 _TORCH_CONSTANTS = (torch.dtype, torch.layout, torch.memory_format)
-# Packages whose import registers a namespace that torch itself ships.
-_REGISTERED_BY = {"quantized_decomposed": "torch.ao.quantization.fx._decomposed"}
+# Modules whose import registers a namespace.
+_REGISTERED_BY = {
+    "quantized_decomposed": "torch.ao.quantization.fx._decomposed",
+    "tilewright": "tilewright.frontends.torch.recurrence",
+}
 
 NO_RANDOM = "model.eval() turns dropout off; what it draws on purpose is to be an input, as `noise` of transformers' ViTMAE"
 

@@ -64,6 +64,8 @@ def shapes_of_results(call: Call, sources: Sequence[torch.Tensor]) -> list[torch
             raise InputError(f"a call on device {str(value)!r}", where=call.target, hint="cpu")
     if call.target.startswith("aten._fft_") and not _transforms(named):
         raise InputError("a call whose axes, length or scaling no Fourier transform has", where=call.target, hint=ALLOW_CALLS)
+    if "batch_norm" in call.target and not _one_a_channel(named):
+        raise InputError("a call whose weights are not one for each channel", where=call.target, hint=ALLOW_CALLS)
     if any(type(s) is int and s < 0 for s in _flat([named.get("stride")])):  # torch 2.11 looks when it runs
         raise InputError("a call with a stride below zero", where=call.target, hint=ALLOW_CALLS)
     if named.get("pin_memory"):
@@ -102,6 +104,13 @@ def _transforms(named: Mapping[str, object]) -> bool:
         return False
     length = named.get("last_dim_size", 1)
     return type(length) is int and 1 <= length <= 2 * x.shape[cast(int, axes[-1])]
+
+
+def _one_a_channel(named: Mapping[str, object]) -> bool:
+    """Tell whether a norm over batches has so many weights and means: its kernels look at none, and read past fewer."""
+    x = named.get("input")
+    given = [t for n in ("weight", "bias", "running_mean", "running_var") if isinstance(t := named.get(n), torch.Tensor)]
+    return isinstance(x, torch.Tensor) and x.dim() >= 2 and all(t.shape == x.shape[1:2] for t in given)
 
 
 def _end(t: torch.Tensor) -> int:

@@ -44,7 +44,7 @@ def rows_of(problem: FusionProblem, target: Target) -> Rows:
     nests = reduction_nests(problem.roots, check_node)
     each = tuple(_loops(r, choice.dot.lanes) for r in nests)
     scales = frozenset(i for loops in each for i in loops.scales if problem.weights[i])
-    return Rows(each, len(problem.types), len(problem.outputs), scales, any(t.open for t in problem.types))
+    return Rows(each, len(problem.types), len(problem.outputs), scales, any(t.open for t in (*problem.types, *problem.outputs)))
 
 
 def _loops(nest: ReductionNest, lanes: int) -> Loops:
@@ -83,7 +83,7 @@ def ranged(problem: FusionProblem, target: Target, schedule: Schedule) -> Ranged
 
     def at(one: FusionProblem, values: Mapping[str, int]) -> Kernel:
         call, given = engine.function(text), module.given_for(values)
-        rows = replace(rows_of(one, target), ranged=True)
+        rows = replace(rows_of(one, target), ranged=written.ranged)
         memory = extent_at(written.thread_bytes, values)
 
         def prepare(weights: Mapping[int, torch.Tensor]) -> Runner:
