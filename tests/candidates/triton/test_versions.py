@@ -127,3 +127,19 @@ def test_where_views_are_whole_a_kernel_asks_for_no_others(tmp_path):
     given = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path)}
     done = warm.run(["-c", code], given)
     assert done.stdout.strip() == "agrees", done.stderr
+
+
+def test_who_compiles_for_others_has_the_launcher_made(monkeypatch, tmp_path):
+    """Is made else where a kernel is first loaded, and told of there if it cannot be made."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    made = []
+    monkeypatch.setattr(modules, "make_launcher", made.append)
+    text = f"{modules.IMPORTS}\n\n@triton.jit\ndef kernel(p0):\n    tl.store(p0, 1.0)\n"
+    how = (("p0", "*fp32"),), modules.Arch("cuda", 90, 32), 0, ()
+    modules._machine_code.__wrapped__(text, *how)
+    assert made == []
+    monkeypatch.setattr(modules.fork_server, "in_worker", True)
+    kernel = modules._machine_code.__wrapped__(text, *how)
+    assert made == [kernel]
+    monkeypatch.setattr("triton.backends.nvidia.driver.CudaLauncher", lambda *_: 1 / 0)
+    versions.make_launcher(kernel)

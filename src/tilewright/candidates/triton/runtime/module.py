@@ -26,9 +26,10 @@ from typing import Any, cast
 
 from tilewright.candidates.triton.expressions.text import OPEN, KernelSource, Number, Text
 from tilewright.candidates.triton.runtime.launch import Start
-from tilewright.candidates.triton.runtime.versions import direct, named
+from tilewright.candidates.triton.runtime.versions import direct, make_launcher, named
 from tilewright.hardware.target import Target
 from tilewright.ir.extent import Extent, extent_at
+from tilewright.schedule import fork_server
 from tilewright.schedule.candidate import Unsupported, generated
 from tilewright.schedule.recipe import MachineCode, Parts
 
@@ -308,7 +309,10 @@ def build(source: KernelSource, pointers: Mapping[str, str], arch: Arch, device:
 def _machine_code(
     text: str, kinds: tuple[tuple[str, str], ...], arch: Arch, device: int, options: tuple[tuple[str, int | bool], ...]
 ) -> Any:
-    return compiled(module(text).kernel, dict(kinds), arch, **dict(options))
+    made = compiled(module(text).kernel, dict(kinds), arch, **dict(options))
+    if fork_server.in_worker and arch.backend == "cuda":  # which compiles for others that launch
+        make_launcher(made)
+    return made
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache
 from typing import Any
 
@@ -57,6 +57,15 @@ def tensor_map(utils: Any) -> Callable[..., object]:
     """The function that makes a TMA descriptor of an address, swizzle, bytes and kind of an element, box, extents, strides and
     padding."""
     return utils.fill_tma_descriptor_tiled if hasattr(utils, "fill_tma_descriptor_tiled") else utils.fill_tma_descriptor
+
+
+def make_launcher(kernel: Any) -> None:
+    """Have Triton make its launcher in C of a compiled kernel, which it else does when the kernel is first loaded: a C compiler
+    takes 0.3 s for each list of argument types (until 3.7). What fails here fails there, and is told of."""
+    with suppress(Exception):
+        from triton.backends.nvidia.driver import CudaLauncher
+
+        CudaLauncher(kernel.src, kernel.metadata)
 
 
 def direct(kernel: Any, start: Any, grid: Sequence[int], device: int, ends: tuple[object, ...]) -> Callable[..., None]:
