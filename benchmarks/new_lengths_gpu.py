@@ -143,7 +143,9 @@ def bert(path: Path, layers: int, device: str, budget: float) -> tuple[Callable[
 
 def llama(layers: int, width: int, device: str, budget: float) -> tuple[Callable[..., torch.Tensor], Callable[..., Any], Any]:
     """A Llama in bf16 through torch.compile(dynamic=True), read without a cache."""
-    import tilewright.dynamo  # noqa: F401 (the backend)
+    import tilewright.dynamo
+
+    tilewright.dynamo.register()  # where the package is not installed
 
     model = model_of(layers, width, 32000, 2 * LENGTH[1], torch.bfloat16, device)
     options = {"budget_s": budget, "background": False}

@@ -487,8 +487,8 @@ class _Compile:
             made = self._optimised(region, found)
             return self._chosen(region, made, found, target, budget.part(share_s), database, None)
 
-        turn, waits = decide.weight, decide.waits
-        made = prepare(source, graph, target, trace, decide, inner, made=Program, first=turn, waits=waits, parts=parts)
+        weight, turn = decide.weight, decide.turn
+        made = prepare(source, graph, target, trace, decide, inner, made=Program, first=weight, turn=turn, parts=parts)
         self.late += decide.late
         self.first += decide.first
         return made

@@ -112,14 +112,17 @@ def test_a_call_runs_wholly_with_the_kernels_that_it_began_with(program):
     assert order == [("old", 0), ("new", 0), ("new", 1), ("new", 2), ("old", 1), ("old", 2)]
 
 
-def test_problems_whose_code_is_still_being_made_are_chosen_last():
-    """All others first, the heaviest of them first; then the heaviest of those, whose end frees the others."""
-    seen, made = [], graph(5, 9, 7, 11)
+def test_problems_are_chosen_in_the_order_that_is_said():
+    """Given the heaviest first, those that are left."""
+    seen, given, made = [], [], graph(5, 9, 7, 11)
     chooser = Planted(seen)
-    optimised, trace = compiler.optimise(made), Trace()
-    how = {"first": chooser.weight, "waits": lambda p: p.N in (11, 9) and 11 not in seen}
-    program = prepare(made, optimised, CPU, trace, chooser, made=Program, **how)
-    assert seen == [7, 5, 11, 9]
+
+    def turn(problems):
+        given.append([p.N for p in problems])
+        return len(given) % len(problems)
+
+    program = prepare(made, compiler.optimise(made), CPU, Trace(), chooser, made=Program, first=chooser.weight, turn=turn)
+    assert given == [[11, 9, 7, 5], [11, 7, 5], [11, 7], [11]] and seen == [9, 5, 7, 11]
     assert [s.decision.problem.N for s in program.steps] == [5, 9, 7, 11]
 
 

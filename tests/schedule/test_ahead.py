@@ -134,6 +134,32 @@ def test_a_search_waits_for_its_own_machine_code_alone(monkeypatch):
     assert stopped.wait(60)
 
 
+def test_what_is_compiled_first_is_chosen_first(monkeypatch):
+    """The heaviest problem's code takes the longest: the others go ahead, and nobody waits once there is none."""
+    lines = [f"f32[8,16] @ f32[16,{n}] -> f32" for n in (32, 24, 8)]
+    heavy, middle, light = problems = [problem_of(parse(line).outputs[0]) for line in lines]
+    target, go_on, began = replace(detect("cpu"), kind="cuda"), threading.Event(), threading.Event()
+
+    def compile_ahead(problems, target, *, done, over, **_):
+        began.set()
+        time.sleep(0.05)
+        done(light)
+        assert go_on.wait(60)
+        done(heavy)
+        done(middle)
+
+    monkeypatch.setattr(ahead, "compile_ahead", compile_ahead)
+    shared = budget.BudgetedChooser(dict.fromkeys(problems, 1), target, 20.0, cold=False)
+    assert began.wait(60) and shared.turn([heavy, middle, light]) == 2
+    threading.Timer(0.05, go_on.set).start()
+    assert shared.turn([heavy, middle]) == 0 and go_on.is_set()
+    assert budget.BudgetedChooser(dict.fromkeys(problems, 1), detect("cpu"), 1.0, cold=False).turn(problems) == 0
+    go_on.clear()
+    late = budget.BudgetedChooser(dict.fromkeys(problems, 1), target, 0.2, cold=False)
+    assert late.turn([heavy, middle]) == 0 and not go_on.is_set()
+    go_on.set()
+
+
 @pytest.fixture
 def processes(monkeypatch):
     monkeypatch.delenv(SWITCH, raising=False)

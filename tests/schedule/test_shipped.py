@@ -137,11 +137,13 @@ def test_of_another_text_its_point_is_the_first_where_nothing_is_measured(file, 
     point = points()[-1]
     add(file, known.key_of(PROBLEM, 1.0), [entry(known, point, text="0" * DIGITS)])
     counts["verified"] = 0
+    assert known.to_build([PROBLEM]) == [(PROBLEM, "llvm", point)]
     for _ in "process", "another":
         found = decided(TuningDatabase(CPU, Cache(tmp_path / "cache")), 0)
         assert found.kernel.schedule == point and found.verified
         assert not found.measured and not found.recalled and found.time_us is None
         assert counts == {"searched": 0, "verified": 1}
+        assert known.to_build([PROBLEM]) == []  # what was chosen in view of it is kept
     assert decided(known, 1.5).measured and counts["searched"] == 1, "with time to measure it is searched"
 
 

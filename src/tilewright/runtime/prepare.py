@@ -43,14 +43,14 @@ def prepare(
     *,
     made: type[E],
     first: Callable[[AnyProblem], float] | None = None,
-    waits: Callable[[AnyProblem], bool] | None = None,
+    turn: Callable[[Sequence[AnyProblem]], int] | None = None,
     parts: Sequence[Part] | None = None,
     known: dict[Node, Value] | None = None,
     deal: Callable[[Sequence[Posed]], None] | None = None,
 ) -> E:
     """Cut the graph into steps, evaluate what depends on constants alone, and choose a kernel for each gemm: for those problems
     first of which `first` gives most. `inner` compiles the regions of loops and conditionals; without it the oracle runs
-    them. Those for which `waits` says that `decide` would wait come behind the others. `made` is the kind of executable that is
+    them. `turn` says which of those that are left comes next, given in that order. `made` is the kind of executable that is
     wanted, `parts` what the graph was cut into before. `known` has values of constants, in place of their own, and of what
     depends on them alone, and is given those that are found. `deal` is told all problems before `decide` is asked about the
     first.
@@ -78,8 +78,7 @@ def prepare(
     left = list(posed.values()) if first is None else sorted(posed.values(), key=lambda p: first(p.problem), reverse=True)
     decisions: dict[Part, Decision] = {}
     while left:
-        at = 0 if waits is None else next((i for i, p in enumerate(left) if not waits(p.problem)), 0)
-        one = left.pop(at)
+        one = left.pop(0 if turn is None else turn([p.problem for p in left]))
         decisions[one.part] = decide(one.problem, one.weights)
     if any(d.checked_s > LONG_CHECK_S for d in decisions.values()):
         return_memory()  # that they took, before packing takes more

@@ -193,12 +193,13 @@ class Ahead:
     ) -> None:
         """Begin; the arguments are those of `compile_ahead`."""
         self._done = {p: threading.Event() for p in (*(p for p, *_ in chosen), *problems)}
-        self._over = False
+        self._over, self._any = False, threading.Event()
         most = max(1, min(usable(), MOST_PROCESSES) - 1)
 
         def done(problem: AnyProblem) -> None:
             if problem in self._done:  # and no piece of one
                 self._done[problem].set()
+                self._any.set()
 
         def work() -> None:
             try:
@@ -213,7 +214,7 @@ class Ahead:
                     most=most,
                 )
             finally:
-                for event in self._done.values():
+                for event in (*self._done.values(), self._any):
                     event.set()
 
         threading.Thread(target=copy_context().run, args=(work,), name="tilewright compile", daemon=True).start()
@@ -226,6 +227,11 @@ class Ahead:
         """Wait until what competes from the start for a problem is compiled, or failed; for one not begun not at all."""
         if problem in self._done:
             self._done[problem].wait(within_s)
+
+    def wait_for_any(self, within_s: float) -> None:
+        """Wait until a problem is compiled that was not when this was called the last time."""
+        self._any.wait(within_s)
+        self._any.clear()
 
     def stop(self) -> None:
         """Leave the rest to the searches."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -15,7 +15,7 @@ from tilewright.deadline import Budget
 from tilewright.hardware.target import Target
 from tilewright.ir.ops import Const
 from tilewright.progress import Progress
-from tilewright.schedule.ahead import LIMIT_S, Ahead
+from tilewright.schedule.ahead import LIMIT_S, LOOK_S, Ahead
 from tilewright.schedule.candidate import Kernel
 from tilewright.schedule.cost import least_us
 from tilewright.schedule.key import numbers_of, text_of
@@ -28,6 +28,7 @@ LONGEST_S, LONGEST = 2.0, 0.1  # for one problem: seconds, or of a long budget t
 EVENLY = 0.25  # of the time: shared out evenly, as what is expected of a problem may be wrong; the rest by what it can gain
 FEW, LIGHTEST = 3, 0.25  # problems known, and the part of what they took to be checked that any may take
 CHECKED = 2  # of problems that differ in ordinary numbers alone, where their code is not the same
+AHEAD = "compiling what will be tried first"
 LEAST, MOST = 2.0**-24, 2.0**24  # of an ordinary number
 
 
@@ -105,9 +106,20 @@ class BudgetedChooser:
         """The time in µs that a call of the program is expected to spend on a problem and those like it, at the least."""
         return self._weights[self._texts[problem]]
 
-    def waits(self, problem: AnyProblem) -> bool:
-        """Tell whether machine code of a problem's kernels is still being made, so that others are better chosen first."""
-        return self._ahead is not None and self._ahead.waits(self._different[self._texts[problem]])
+    def turn(self, problems: Sequence[AnyProblem]) -> int:
+        """The place of the problem that is best chosen next: the first whose machine code nobody is still making. Waits until
+        there is one, for half of the time left at most."""
+        until = time.monotonic() + self._budget.left_s() / 2
+        while self._ahead is not None:
+            for at, problem in enumerate(problems):
+                if not self._ahead.waits(self._different[self._texts[problem]]):
+                    return at
+            if time.monotonic() >= until:
+                break
+            if self._progress is not None:
+                self._progress(len(self._known), self._total, AHEAD)
+            self._ahead.wait_for_any(LOOK_S)
+        return 0
 
     def _least_us(self, problem: AnyProblem) -> float:
         return self._least[self._texts[problem]]
@@ -210,7 +222,7 @@ class BudgetedChooser:
             self._ahead = Ahead(sorted(left, key=self.weight, reverse=True), self._target, first=True)
         if self._ahead is not None and self._ahead.waits(alike):
             if self._progress is not None:
-                self._progress(len(self._known), self._total, "compiling what will be tried first")
+                self._progress(len(self._known), self._total, AHEAD)
             self._ahead.wait(alike, self._budget.left_s() / 2 if self._budget.seconds > 0 and not over else LIMIT_S)
 
     def _share(self, problem: AnyProblem) -> float:

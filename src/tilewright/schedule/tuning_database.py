@@ -420,11 +420,14 @@ class TuningDatabase:
                 yield found, False, None
             if hint is not None and hint.key == wanted:
                 yield hint, True, None
-        yield from self._shipped(problem, key, names, measuring=budget_s > 0)
+        own = None
         if self._cache is not None and (budget_s <= 0 or not self._finish):
-            found = self._cache.get(msgspec.structs.replace(key, budget=UNMEASURED))
-            if found is not None and found.asked_s >= budget_s:
-                yield found, False, None
+            own = self._cache.get(msgspec.structs.replace(key, budget=UNMEASURED))
+        if own is not None and budget_s <= 0:  # which was made in view of what came with the package
+            yield own, False, None
+        yield from self._shipped(problem, key, names, measuring=budget_s > 0)
+        if own is not None and 0 < budget_s <= own.asked_s:
+            yield own, False, None
 
     def _again(self, found: Record | Table) -> bool:
         """Tell whether what was measured in noise, before this program began to be compiled, can be measured in quiet now."""

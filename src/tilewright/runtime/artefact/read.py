@@ -210,7 +210,7 @@ def _again(container: Container, saved: Graphs, target: Target, budget_s: float,
                 return program
         raise container.broken("a loop in it has another program")
 
-    return prepare(source, graph, target, Trace(), decide, inner, made=made, first=decide.weight, waits=decide.waits)
+    return prepare(source, graph, target, Trace(), decide, inner, made=made, first=decide.weight, turn=decide.turn)
 
 
 class _Reader(Generic[E]):
