@@ -105,7 +105,7 @@ class AnyRows(AnyShape):
         values, and is given what is computed from them.
 
         Raises:
-            InputError: the table does not reach it.
+            InputError: there is no graph for so many.
         """
         with self._lock:
             like = self._over.get(rows)
@@ -141,6 +141,7 @@ class AnyRows(AnyShape):
             if not self.recall(budget.seconds, known):
                 begin()
                 left_s = max(LEAST_S, budget.left_s()) if budget.seconds > 0 else budget.seconds  # which it refuses
+                self._chosen.clear()
                 self.table = bucketed(self._posed, self.target, first=first, last=last, budget_s=left_s, progress=progress)
                 known.keep_rows(recorded(self.table, key, budget.seconds))
 
@@ -148,6 +149,7 @@ class AnyRows(AnyShape):
         """Take the table that any process measured for these rows in so many seconds or more; tell whether there is one."""
         known = known or TuningDatabase(self.target, user_cache())
         found = known.rows(self._place(known), budget_s)
+        self._chosen.clear()
         self.table = None if found is None else recalled(found, self._product, self.target)
         return self.table is not None
 
@@ -248,9 +250,14 @@ def compile_rows(
 def _opened(one: Graph, other: Graph, rows: Dim) -> list[tuple[str, TensorType]]:
     """The inputs of programs for the least and the greatest number of rows by name, with extents that change left open."""
     number = Scope().extent(rows)
+    if len(one.inputs) != len(other.inputs):
+        what = f"{len(one.inputs)} inputs for {rows.low} rows, and {len(other.inputs)} for {rows.high}"
+        raise InputError(what, where=one.name, hint="the same inputs for every number of rows")
     types = [(label_of(n), n.tensor, m.shape) for n, m in zip(one.inputs, other.inputs, strict=True)]
 
     def extent(low: int, high: int) -> int:
-        return low + (high - low) // (rows.high - rows.low) * (number - rows.low)
+        """What grows evenly with the rows in between; an extent that does not is given as their number."""
+        step, uneven = divmod(high - low, rows.high - rows.low)
+        return number if uneven else low + step * (number - rows.low)
 
     return [(name, t.with_shape(map(extent, t.shape, last))) for name, t, last in types]

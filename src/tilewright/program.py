@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import TYPE_CHECKING, Generic, Self, TypeVar
 
 import msgspec
 
@@ -34,6 +34,9 @@ from tilewright.threads import limited
 if TYPE_CHECKING:
     import torch
     from rich.console import Console
+
+    from tilewright.ir.evaluate import Value
+    from tilewright.ir.graph import Node
 
 R = TypeVar("R", bound=msgspec.Struct)
 
@@ -102,6 +105,12 @@ class Program(Executable):
                         made[i] = kernel_step(self.graph, one, self._ready, chosen[one.problem])
         synchronize(self.target.device)
         return tuple(made)
+
+    def with_constants(self, values: Mapping[Node, Value]) -> Self | None:
+        made = super().with_constants(values)
+        if made is not None:
+            made.search = None
+        return made
 
     def posed(self, step: Step) -> Posed:
         """The problem that a step does, with its weights, as far as they were not dropped."""

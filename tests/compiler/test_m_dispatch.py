@@ -94,6 +94,31 @@ def spans(table):
     return [(r.first, r.last, r.family.name) for r in table.buckets]
 
 
+PADDED = {"some": lambda rows: max(rows, 8), "whole": lambda rows: -(-rows // 16) * 16, "two": lambda rows: 2 * rows + 1}
+
+
+@pytest.mark.parametrize("padded", PADDED.values(), ids=PADDED)
+def test_rows_that_do_not_grow_evenly_are_taken(padded):
+    """The graph fills them up, as a server does, or has others besides."""
+
+    def graph_at(rows):
+        x = input_("x", F32, (padded(rows), 16))
+        return Graph("g", (x,), (gemm(x, const(torch.eye(16))),), ("y",))
+
+    program = tilewright.compile_rows(graph_at, last=64, budget_s=0.2, cache=False)
+    given = torch.randn(program.at(rows=24).input_types["x"].shape)
+    torch.testing.assert_close(program(given), given)
+
+
+def test_inputs_are_as_many_for_every_number_of_rows():
+    def graph_at(rows):
+        x = [input_(n, F32, (rows, 16)) for n in "xy"[: 1 + (rows > 4)]]
+        return Graph("g", tuple(x), (gemm(x[0], const(torch.eye(16))),), ("y",))
+
+    with pytest.raises(InputError, match="1 inputs for 1 rows, and 2 for 64"):
+        tilewright.compile_rows(graph_at, last=64, budget_s=0.2, cache=False)
+
+
 def test_crossovers_are_found_by_bisection(monkeypatch):
     races = timed_by({"a nr=4": (10, 2), "b": (200, 1)}, monkeypatch)
     table = bucketed(posed, CPU, last=1000, candidates=[Fake("a", [4]), Fake("b", [0])])

@@ -24,7 +24,7 @@ from tilewright.errors import PeerError, TilewrightError
 from tilewright.ir.build import input_
 from tilewright.ir.mesh import Mesh, split_feeds
 from tilewright.ir.ops import gemm
-from tilewright.runtime.team import ProcessTeam, _made
+from tilewright.runtime.team import ProcessTeam, _made, _named
 
 BAD = 1  # the rank that fails, in its sixth call
 
@@ -366,3 +366,29 @@ def test_a_program_for_ranks_alone_is_refused():
         tilewright.compile(local, mesh=2, budget_s=0)
     with pytest.raises(UnsupportedError, match="background= on a mesh"):
         tilewright.compile(local, mesh="tp=2", background=True)
+
+
+def test_names_of_groups_are_this_threads_alone():
+    """Two threads make groups at once, and one of them leaves first: torch names all others as ever."""
+    torchs = cast("Any", dist.distributed_c10d)
+    if not hasattr(torchs, "_hash_ranks_to_str"):
+        pytest.skip("this torch names groups otherwise")
+    its_own = torchs._hash_ranks_to_str([0, 1])
+    inside, leave, found = threading.Event(), threading.Event(), dict[str, str]()
+
+    def other() -> None:
+        with _named("other"):
+            inside.set()
+            assert leave.wait(20)
+            found["other"] = torchs._hash_ranks_to_str([0, 1])
+
+    thread = threading.Thread(target=other)
+    with _named("first"):
+        thread.start()
+        assert inside.wait(20)
+        found["first"] = torchs._hash_ranks_to_str([0, 1])
+    found["between"] = torchs._hash_ranks_to_str([0, 1])
+    leave.set()
+    thread.join(20)
+    assert found == {"first": "first", "other": "other", "between": its_own}
+    assert torchs._hash_ranks_to_str([0, 1]) == its_own

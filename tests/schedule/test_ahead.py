@@ -201,7 +201,9 @@ def test_who_does_not_answer_is_ended(processes, monkeypatch):
     monkeypatch.setattr(ahead, "_work_off", lambda found, messages, unanswered, *_: unanswered.update([*found][:1]))
     monkeypatch.setattr(ahead, "end_group", killed.append)
     made, inner = {}, ahead._compile_workers
-    monkeypatch.setattr(ahead, "_compile_workers", lambda known, count: made.update(inner(known, count)) or made.items())
+    monkeypatch.setattr(
+        ahead, "_compile_workers", lambda known, count: (one for one in [*inner(known, count)] if not made.update([one]))
+    )
     assert ahead.compile_ahead([], detect("cpu")) == 2
     assert killed == list(made.values())[:1]
 
@@ -212,7 +214,7 @@ def test_points_that_come_later_are_for_processes_that_are_left(cores, asked, mo
     monkeypatch.setattr(ahead, "jobs_for", lambda problems, target: jobs)
     monkeypatch.setattr(ahead, "usable", lambda: cores)
     monkeypatch.setattr(ahead, "used_fork_server", Mock)
-    monkeypatch.setattr(ahead, "_compile_workers", lambda known, count: [(Mock(), i) for i in range(count)])
+    monkeypatch.setattr(ahead, "_compile_workers", lambda known, count: ((Mock(), i) for i in range(count)))
     done = []
     monkeypatch.setattr(ahead, "_work_off", lambda found, messages, *_: done.append((len([*found]), len(messages))))
     assert ahead.compile_ahead([], detect("cpu")) == asked

@@ -132,6 +132,20 @@ def test_a_fault_among_codes_is_found():
         assert [*survivors("codes", problem)] == []
 
 
+@pytest.mark.parametrize("d", [F8E4M3FN, F8E5M2], ids=str)
+def test_an_attention_over_8_bits_is_checked_however_many_keys_there_are(d):
+    problem = problem_of(attention((1, 2, 1, 3, 1024, 64, 64), d))
+    sources = random_sources(problem)
+    q, k, v = (t.double() for t in sources[:3])
+    k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (k, v))
+    weights = (q @ k.transpose(-1, -2) * problem.op.scale).softmax(-1)
+    expected = expect(problem, sources)
+    for held in (weights, weights.half().double()):
+        assert check(problem, expected, [(held @ v).float().to(d.to_torch())]) is None
+    for wrong in (torch.zeros_like(weights @ v), weights @ v.roll(1, 2)):
+        assert "elements differ" in str(check(problem, expected, [wrong.float().to(d.to_torch())]))
+
+
 @pytest.mark.parametrize("d", EIGHT, ids=str)
 def test_an_attention_over_8_bits_passes_whose_weights_keep_16(d):
     for name, node in attentions(d):

@@ -11,6 +11,7 @@ import time
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -100,13 +101,28 @@ def test_kernels_are_built_and_run_elsewhere_and_the_winner_here(drop, tmp_path)
     assert str(os.getpid()) in seen.read_text().split()
 
 
+def test_what_a_worker_does_beforehand_is_a_check(monkeypatch):
+    found, real = [], bench_module.examine
+    monkeypatch.setattr(bench_module, "examine", lambda *args, **how: found.append(real(*args, **how)))
+    worker_module._Host._warm(SimpleNamespace(_pulse=lambda: None), problem(), CPU, worker_module.settings_here())
+    assert found == [None]
+
+
+def test_a_worker_that_died_of_what_it_did_beforehand_is_replaced(drop, worker):
+    worker_module.warm(problem(), CPU)
+    os.kill(worker._pid, signal.SIGKILL)
+    assert search(problem(53), CPU, budget_s=0.02, candidates=[drop()]).measured
+
+
 def test_a_worker_that_was_told_to_set_up_a_gpu_is_the_one_that_searches(drop, worker, monkeypatch):
-    """Has it do so where there is no such device, too; nobody waits for it, nor for a worker that another thread has."""
-    none = replace(CPU, kind="cuda", index=17)
-    worker_module.warm(problem(), none)
+    """Has it do so where there is no such device, too, and once; nobody waits for it, nor for one that another thread has."""
+    none, sent = replace(CPU, kind="cuda", index=17), []
+    monkeypatch.setattr(worker_module, "pickled", lambda message: sent.append(message[0]) or pickled(message))
+    for _ in range(2):
+        worker_module.warm(problem(), none)
     pid = worker._pid
+    assert sent == ["warm"] and worker.warmed is worker.worker
     assert search(problem(52), CPU, budget_s=0.02, candidates=[drop()]).measured and worker._pid == pid
-    monkeypatch.setattr(worker_module, "WARM_S", 0.01)
     with worker.lock:
         other = threading.Thread(target=worker_module.warm, args=(problem(), none))
         other.start()

@@ -78,8 +78,9 @@ def broadcast_shapes(*shapes: Shape, where: str = "broadcast") -> Shape:
     rank = max((len(s) for s in shapes), default=0)
     out: list[int] = []
     for axis in range(-rank, 0):
-        extents = {s[axis] for s in shapes if len(s) >= -axis} - {1}
-        first = next(iter(extents), 1)
+        there = [s[axis] for s in shapes if len(s) >= -axis]
+        extents = {*there} - {1}  # by hash: an open extent is not compared with 1
+        first = next((e for e in there if e in extents), 1)
         if len(extents) > 1 and any(e != first for e in extents):  # open ones of other terms may be equal
             shown = " and ".join(str(list(s)) for s in shapes)
             raise TypeMismatchError(f"shapes {shown} do not broadcast together", where=where)

@@ -260,11 +260,15 @@ class Executable:
         del self.source
 
     def __getattr__(self, name: str) -> Graph:
-        if name != "source" or "_read_source" not in self.__dict__:
+        if name != "source" or "_changing" not in self.__dict__:
             raise AttributeError(f"{type(self).__name__} has no {name!r}")
-        self.source = self._read_source()
-        del self._read_source
-        return self.source
+        with self._changing:
+            read = self.__dict__.pop("_read_source", None)
+            if read is not None:
+                self.source = read()
+            if "source" not in self.__dict__:
+                raise AttributeError(f"{type(self).__name__} has no {name!r}")
+            return self.source
 
     def __reduce__(self) -> tuple[Callable[..., Executable], tuple[object, ...]]:
         """Pickle the program as the artefact that `save` writes; what is unpickled is trusted, as pickles are."""
@@ -475,6 +479,8 @@ class Executable:
                 if observe is not None:
                     observe(steps[at], [values[s] for s in bound.inputs])
                 bound(values)
+        except AnotherWayError:  # what was written is put back
+            raise
         except Exception as error:
             if on_device is not None or not self.graph.state:
                 raise

@@ -481,15 +481,25 @@ def _named(name: str) -> Generator[None]:
     another mesh. Then they wait for each other under different names.
     """
     torchs: Any = dist.distributed_c10d
-    its_own, thread = getattr(torchs, "_hash_ranks_to_str", None), threading.get_ident()
-    if its_own is None:  # another version of torch
-        yield
-        return
-    torchs._hash_ranks_to_str = lambda *given: name if threading.get_ident() == thread else its_own(*given)
+    with _making_names:
+        its_own = getattr(torchs, "_hash_ranks_to_str", None)  # other versions of torch may have none
+        if its_own is not None and its_own is not _name_of:
+            _of_torch.append(its_own)
+            torchs._hash_ranks_to_str = _name_of
+    _given.name = name
     try:
         yield
     finally:
-        torchs._hash_ranks_to_str = its_own
+        _given.name = None
+
+
+def _name_of(*given: object) -> str:
+    """The name of a group of torch's: ours, where this thread makes one of ours."""
+    return getattr(_given, "name", None) or _of_torch[-1](*given)
+
+
+_given, _making_names = threading.local(), threading.Lock()
+_of_torch: list[Callable[..., str]] = []
 
 
 def _store(host: str, port: int, *, is_master: bool) -> TCPStore:

@@ -11,7 +11,7 @@ import math
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextvars import copy_context
 from multiprocessing.connection import Connection, wait
 
@@ -100,13 +100,15 @@ def compile_ahead(
         return 0
     compile_workers, unanswered = dict[Connection, int](), set[Connection]()
 
-    def begun() -> Iterator[Connection]:
-        for connection, pid in _compile_workers(known, min(processes, len(messages))):
-            compile_workers[connection] = pid
-            yield connection
+    def begun() -> Generator[Connection]:
+        with contextlib.closing(_compile_workers(known, min(processes, len(messages)))) as started:
+            for connection, pid in started:
+                compile_workers[connection] = pid
+                yield connection
 
     try:
-        _work_off(begun(), messages, unanswered, within_s, done, over)
+        with contextlib.closing(begun()) as started:
+            _work_off(started, messages, unanswered, within_s, done, over)
     finally:
         for each, pid in compile_workers.items():
             each.close()
@@ -123,13 +125,12 @@ def _message(problem: AnyProblem, target: Target, name: str, at: int | Schedule)
     return None
 
 
-def _compile_workers(known: ForkServer, count: int) -> Iterator[tuple[Connection, int]]:
+def _compile_workers(known: ForkServer, count: int) -> Generator[tuple[Connection, int]]:
     """Up to `count` compile workers, as many as can be started, with their process ids. Each takes a while to fork, and can be
-    given work before the next one."""
-    with contextlib.suppress(UnavailableError):
+    given work before the next one; no search has the fork server in between."""
+    with contextlib.suppress(UnavailableError), known.lock:
         for _ in range(count):
-            with known.lock:
-                pid, connection = known.compile_worker()
+            pid, connection = known.compile_worker()
             yield connection, pid
 
 

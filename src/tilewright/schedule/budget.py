@@ -26,7 +26,7 @@ from tilewright.schedule.worker import ready, warm
 
 LONGEST_S, LONGEST = 2.0, 0.1  # for one problem: seconds, or of a long budget the part
 EVENLY = 0.25  # of the time: shared out evenly, as what is expected of a problem may be wrong; the rest by what it can gain
-FEW, LIGHTEST = 3, 0.25  # problems known, and the part of what they took to be checked that any may take
+FEW, LIGHTEST = 3, 0.25  # problems known, and the least part of what they took to be checked that any may take
 CHECKED = 2  # of problems that differ in ordinary numbers alone, where their code is not the same
 AHEAD = "compiling what will be tried first"
 LEAST, MOST = 2.0**-24, 2.0**24  # of an ordinary number
@@ -236,8 +236,8 @@ class BudgetedChooser:
         return max(0.0, min(free_s * part, self._longest_s))
 
     def _checks_s(self) -> float:
-        """Seconds that checking the problems left may take: what one like it took, else the median, once there is one. Those
-        known first are the heaviest: while they are few, lighter ones count as lighter."""
+        """Seconds that checking the problems left may take: what one like it took, else the median, once there is one. While
+        those known are few, lighter ones count as lighter, and heavier ones as heavier."""
         known = {p: d.checked_s for p, d in self._known.items()}
         usual = statistics.median(known.values()) if known else 0.0
         heavy = statistics.median(map(self._least_us, known)) if 0 < len(known) < FEW else 0.0
@@ -246,8 +246,8 @@ class BudgetedChooser:
             if text in self._alike and generated(self._alike[text].kernel) and problem in self._ordinary:
                 continue
             if problem not in self._known and (checked[text] < CHECKED or problem not in self._ordinary):
-                lighter = min(1.0, max(LIGHTEST, self._least_us(problem) / heavy)) if heavy else 1.0
-                total += self._alike[text].checked_s if text in self._alike else lighter * usual
+                part = min(1 / LIGHTEST, max(LIGHTEST, self._least_us(problem) / heavy)) if heavy else 1.0
+                total += self._alike[text].checked_s if text in self._alike else part * usual
                 checked[text] += 1
         return total
 

@@ -310,11 +310,13 @@ def _vanished(problem: AttentionProblem, values: torch.Tensor) -> torch.Tensor:
     """Bounds on what is lost where weights or products are too small for the accumulator's type, or for the values', to which a
     kernel may round weights: processors and GPUs take subnormals of f32 and bf16 for 0. All of a result may be lost where the
     value of the largest weight is 0."""
-    kinds = {problem.acc.dtype.to_torch(), values.dtype}
+    # Nothing is added up in 8 bits, and no weight is rounded to them.
+    sums = torch.float32 if problem.acc.dtype.bits <= 8 else problem.acc.dtype.to_torch()
+    kinds = {sums, torch.float16 if values.dtype.itemsize == 1 else values.dtype}
     flushed = torch.float32, torch.bfloat16
     least = max(torch.finfo(d).tiny * (1.0 if d in flushed else torch.finfo(d).eps) for d in kinds if d.is_floating_point)
-    sums = size_of(values).sum(-2, keepdim=True)
-    return least * (sums.repeat_interleave(problem.operands[0].shape[1] // sums.shape[1], 1) + 1)
+    size = size_of(values).sum(-2, keepdim=True)
+    return least * (size.repeat_interleave(problem.operands[0].shape[1] // size.shape[1], 1) + 1)
 
 
 def _moved(problem: AttentionProblem, operands: Sequence[torch.Tensor], acc: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -110,6 +110,7 @@ class ForkServer:
         if os.name != "posix" or not sys.executable:
             raise UnavailableError("no worker process: there is no Python to start here; kernels are tried in this process")
         self.owner, self.lock, self.worker = os.getpid(), threading.RLock(), cast("Connection | None", None)
+        self.warmed: Connection | None = None
         self._pid, self._users, self.ended = 0, 0, False
         self._timer: threading.Timer | None = None
         self._greeting, self._greeted = threading.Lock(), False

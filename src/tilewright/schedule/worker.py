@@ -62,7 +62,6 @@ from tilewright.schedule.race import Laps, Race
 
 LIMIT_S = 4.0  # without a sign of life, beside what the right results took
 GPU_LIMIT_S = 30.0  # where compiling a kernel, or the driver's first call, takes seconds
-WARM_S = 1.0  # to wait for another thread that has the worker
 SMALL_BYTES = 1 << 16  # weights below this travel in the message
 
 Address = tuple[str, str | bytes | None]
@@ -131,16 +130,17 @@ def ready(within_s: float) -> bool:
 def warm(problem: AnyProblem, target: Target) -> None:
     """Have a worker work out once what a problem on a GPU must give, while this process does something else: the first calls of
     the driver and of each of torch's operations take seconds. Does not wait for that, and never fails; does nothing where the
-    fork server is not up yet."""
+    fork server is not up yet, or the worker did so before or is at work for another thread."""
     with contextlib.suppress(UnavailableError, OSError, *UNTOLD):
         known = used_fork_server()
         try:
-            message = pickled(("warm", problem, target, settings_here()))
-            if known.ready(0.0) and known.lock.acquire(timeout=WARM_S):
+            if known.ready(0.0) and known.lock.acquire(blocking=False):
                 try:
                     known.ensure_worker()
                     assert known.worker is not None
-                    known.worker.send_bytes(message)
+                    if known.warmed is not known.worker:
+                        known.warmed = known.worker
+                        known.worker.send_bytes(pickled(("warm", problem, target, settings_here())))
                 finally:
                     known.lock.release()
         finally:
@@ -201,7 +201,10 @@ class HostedBench:
         self._fork_server.lock.acquire()
         try:
             self._opening = pickled(("open", problem, target, settings_here() | {"cold": cold}, self._weights.places))
-            self._open()
+            try:
+                self._open()
+            except DiedError:  # of what it did before
+                self._open()
         except (OSError, *UNTOLD, DiedError) as error:
             self.close()
             raise UnavailableError(f"the worker process cannot take {problem}: {error}") from None

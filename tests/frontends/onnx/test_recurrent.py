@@ -210,3 +210,10 @@ def test_operands_of_torchs_layers_are_looked_at(at):
     x, h, *weights = operands
     with pytest.raises(InputError, match="operands of a layer 'gru' that do not fit"):
         torch.ops.tilewright.recurrent_layer(x, [h], weights, "gru")
+
+
+@pytest.mark.parametrize("lengths", [[9, 1, 0], [-1, 2, 3]], ids=str)
+def test_lengths_that_no_sequence_has_are_refused(lengths):
+    m, feeds = made("LSTM", lengths=np.array(lengths, np.int32))
+    with pytest.raises(InputError, match=r"lengths of \[.*\] for \d+ steps"):
+        ours(m, feeds)

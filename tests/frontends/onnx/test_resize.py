@@ -100,6 +100,11 @@ def test_upsample():
         compare(one("Upsample", {"x": x}, {"by": np.array([1, 1, 2, 3], np.float32)}, opset=9, mode=mode), x)
 
 
+def test_an_axis_of_a_great_many_elements_is_not_written_out():
+    graph = read(resized(tame(1, 1, 4, 4), (1, 1, 50_000_000 / 4, 1), coordinate_transformation_mode="asymmetric"))
+    assert [n.op.library for n in graph.nodes() if n.op.name == "call"] == ["onnx"]
+
+
 def test_what_no_resize_is_is_refused():
     x = tame(1, 1, 4, 4)
     with pytest.raises(InputError, match=r"Resize by -1\.0"):

@@ -25,6 +25,8 @@ _USUAL_A = -0.75  # of cubic weights, which torch's are
 _GRID_MODES = {"linear": 0, "bilinear": 0, "nearest": 1, "cubic": 2, "bicubic": 2}
 _GRID_PADDINGS = {"zeros": 0, "border": 1, "reflection": 2}
 
+MOST = 1 << 24  # elements of an axis: to there f32 counts places
+
 
 @dataclass(frozen=True)
 class _Axis:
@@ -68,6 +70,8 @@ def _resize(op: OpNode) -> Node:
     axes = [a for a in _axes(op, x, numbered) if a.after != a.before or a.scale != 1.0]
     if any(a.after < 1 for a in axes):
         raise Unmodelled("nothing is left of an axis")
+    if any(a.after > MOST for a in axes):
+        raise Unmodelled(f"an axis of more than {MOST} elements")
     if op.integer("antialias", 0) and any(a.scale < 1 for a in axes):
         raise Unmodelled("it smooths what it makes smaller")
     return _resized(op, x, axes, mode, transform)

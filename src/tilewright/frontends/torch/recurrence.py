@@ -71,9 +71,11 @@ def _recurrence(
         backwards: from each sequence's last step to its first.
 
     Raises:
-        InputError: these do not fit together.
+        InputError: these do not fit together, or a sequence has more steps than there are, or less than none.
     """
     result, *_ = _shapes(gates, weight, bias, h, c, peepholes, lengths, kind, functions, parameters, clip, variant, backwards)
+    if lengths is not None and lengths.numel() and not 0 <= int(lengths.min()) <= int(lengths.max()) <= len(gates):
+        raise InputError(f"lengths of {lengths.tolist()} for {len(gates)} steps", where=NAME, hint=f"0 to {len(gates)}")
     clips = [clip, clip, 0.0]  # onnxruntime leaves an LSTM's cell as it is
     act = [_bounded(ACTIVATIONS[n], parameters[2 * i], parameters[2 * i + 1], clips[i]) for i, n in enumerate(functions)]
     y, right, cell = torch.empty_like(result), weight.t(), torch.zeros_like(h) if c is None else c

@@ -124,9 +124,7 @@ def ranged(problem: AttentionProblem, target: Target, schedule: Schedule) -> Ran
     if operands is None:
         raise Unsupported("its keys do not pass through shared memory, and others are held in registers")
     shared = target.caches_bytes.get("shared", target.chip.shared_bytes)
-    tile = (
-        schedule.point(TileConfig) if schedule["kernel"] == "flash" else next(iter(streamed(heads, target.cores, shared)), None)
-    )
+    tile = schedule.point(TileConfig) if schedule["kernel"] == "flash" else next(iter(streamed(heads, shared)), None)
     if tile is None:
         raise Unsupported("keys and values of a head do not fit into shared memory")
     whole = Plan(problem, target, heads, (tile,))
@@ -234,13 +232,13 @@ def points(heads: Heads, multiprocessors: int, shared: int) -> list[TileConfig]:
             found.append(TileConfig("persistent", ones=True))
         found = [p for p in found if shared_bytes(heads, p) <= shared]
     if heads.keys > ROWS and streams(heads):
-        found += streamed(heads, multiprocessors, shared)
+        found += streamed(heads, shared, multiprocessors)
     return sorted(found, key=lambda p: expected(heads, p, multiprocessors, shared))
 
 
-def streamed(heads: Heads, multiprocessors: int, shared: int) -> list[TileConfig]:
-    """The sizes of `flash` that fit. Where blocks have several parts each, those that take them on demand come first: measured
-    on an H200, they take 2 to 18 % less time behind other kernels (docs/lab-notes/gpu-models.md), and nowhere more."""
+def streamed(heads: Heads, shared: int, multiprocessors: int | None = None) -> list[TileConfig]:
+    """The sizes of `flash` that fit. Where blocks may have several parts each, those that take them on demand come first: on an
+    H200 they took 2 to 18 % less time behind other kernels (docs/lab-notes/gpu-models.md), and nowhere more."""
     groups = 1 if heads.queries <= ROWS else 3 if heads.width <= 64 and heads.causal == "no" else 2
     depth_bytes, width_bytes = _row_bytes(heads)
     left = shared - groups * (ROWS * depth_bytes + EXCHANGE_BYTES) - 1024  # barriers and the like
@@ -249,8 +247,9 @@ def streamed(heads: Heads, multiprocessors: int, shared: int) -> list[TileConfig
         return []
     kinds = ((True, False), (True, True), (False, True), (False, False))  # pingpong, overlapped; sorting keeps this order
     flash = [TileConfig("flash", None, None, stages, groups, *kind) for kind in kinds[2 if groups == 1 else 0 :]]
-    several = heads.batch * heads.heads * -(-heads.queries // (groups * ROWS)) > multiprocessors
-    return [replace(flash[0], on_demand=True), *flash] if several else flash
+    if multiprocessors is not None and heads.batch * heads.heads * -(-heads.queries // (groups * ROWS)) <= multiprocessors:
+        return flash
+    return [replace(flash[0], on_demand=True), *flash]
 
 
 def holds(heads: Heads) -> bool:
