@@ -100,7 +100,7 @@ def test_a_new_shape_builds_kernels_where_it_begins_a_regime_alone(kind, dtype, 
     assert program.compiled == 1
 
 
-@pytest.mark.thin(2)
+@pytest.mark.conformance
 @pytest.mark.parametrize("kind", ["llama", "bert"])
 def test_results_are_right_at_odd_lengths(kind, builds):
     model = _model(kind, 1, torch.bfloat16)

@@ -134,6 +134,7 @@ def test_a_call_that_is_not_counted_is_found(monkeypatch):
     assert found_wrong(calls=3)
 
 
+@pytest.mark.conformance
 def test_what_keeps_to_the_protocol_passes_the_same_orders():
     assert not found_wrong(calls=3, most=3)
 

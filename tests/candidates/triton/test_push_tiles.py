@@ -74,6 +74,7 @@ def test_tiles_that_are_stored_while_others_are_multiplied(scatter, knobs):
     right(plan_for(CANDIDATE, p, FEW), 2, point(p, blocks=1, **knobs), seed=1, late=True)
 
 
+@pytest.mark.conformance
 def test_all_ranks_get_the_same_bits():
     p = summed("bf16[192,64] @ bf16[64,64]^T -> bf16", 3, then="")
     found = results(plan_for(CANDIDATE, p, FEW), 3, point(p), calls=2, seed=5)
@@ -151,6 +152,7 @@ def test_a_flag_set_before_the_tile_is_in_memory_is_found():
     assert found_wrong(change=changed(r"cp.async.bulk.wait_group 0;", ""), late=True)
 
 
+@pytest.mark.conformance
 def test_a_flag_that_is_never_set_is_found():
     assert found_wrong(calls=1, most=1, change=changed(r"@q st.relaxed.sys.global.b32 \[a\], e;", ""))
 
@@ -168,6 +170,7 @@ def test_a_tile_with_another_rank_than_the_owner_is_found(monkeypatch):
     assert found_wrong(calls=1, most=1)
 
 
+@pytest.mark.conformance
 def test_one_slot_for_all_calls_is_found(monkeypatch):
     """A rank that is ahead writes where one that is behind still reads."""
     monkeypatch.setattr(chunks_module.Chunks, "slot", lambda self, room: 0)
@@ -186,7 +189,7 @@ def test_sums_told_behind_the_first_part_are_found(monkeypatch):
     assert found_wrong(calls=1, scatter=False, line=line)
 
 
-@pytest.mark.thin(2)
+@pytest.mark.conformance
 @pytest.mark.parametrize("scatter", [True, False])
 def test_what_keeps_to_the_protocol_passes_the_same_orders(scatter):
     assert not found_wrong(calls=3, most=3, scatter=scatter)

@@ -120,7 +120,7 @@ def test_a_head_is_shared_among_blocks_where_heads_are_few_and_blocks_are_persis
         return next(iter(plan_for(hopper_attention.CANDIDATE, problem_of(Node(Attention(0.125), *src)), gpu()).schedules()))
 
     assert dict(first(1).knobs) == {"kernel": "whole_rows", "splits": 6, "ones": False}
-    assert first(64) == Schedule.of(kernel="flash", num_stages=4, groups=3, pingpong=True, overlapped=False)
+    assert first(64) == Schedule.of(kernel="flash", num_stages=4, groups=3, pingpong=True, overlapped=False, on_demand=True)
 
 
 @pytest.mark.thin(2)

@@ -101,6 +101,7 @@ def test_a_kernel_that_reads_by_the_number_of_the_last_call_is_found(monkeypatch
     assert found_wrong(*made(), calls=4)
 
 
+@pytest.mark.conformance
 def test_a_flag_before_its_data_is_found(monkeypatch):
     send, tell, held = copies.Copies.send, copies.Copies.tell, []
     monkeypatch.setattr(copies.Copies, "send", lambda *given: held.append(given))
@@ -127,6 +128,7 @@ def test_a_wait_for_the_first_piece_alone_is_found(monkeypatch):
     assert found_wrong(*made(pieces=4), calls=2)
 
 
+@pytest.mark.conformance
 def test_memory_that_is_written_while_another_rank_reads_it_is_found(monkeypatch):
     """Calls of one channel, as of a graph that is replayed: then the free flags alone keep a rank from it."""
     monkeypatch.setattr(copies, "CHANNELS", 1)
