@@ -63,6 +63,7 @@ def _recurrent(op: OpNode) -> list[Node | None]:
     bias = bias or _zeros(wide, (d, 2 * many * size))
     state, cell = state or _zeros(wide, (d, b, size)), cell or _zeros(wide, (d, b, size))
     functions, parameters = _activations(op, d)
+    # A clip of 0 is none; onnxruntime's RNN, and no other of its layers, takes it for a bound.
     clip, variant = op.real("clip", 0.0) if op.has("clip") else 0.0, _variant(op)
     plain = lengths is None and peepholes is None and not clip and variant == (kind == "GRU")
     if plain and functions == _USUAL[kind] * d:
