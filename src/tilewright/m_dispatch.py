@@ -256,7 +256,7 @@ def _opened(one: Graph, other: Graph, rows: Dim) -> list[tuple[str, TensorType]]
     types = [(label_of(n), n.tensor, m.shape) for n, m in zip(one.inputs, other.inputs, strict=True)]
 
     def extent(low: int, high: int) -> int:
-        """What grows evenly with the rows in between; an extent that does not is given as their number."""
+        """An extent that grows evenly with the rows in between; of one that does not, their number."""
         step, uneven = divmod(high - low, rows.high - rows.low)
         return number if uneven else low + step * (number - rows.low)
 

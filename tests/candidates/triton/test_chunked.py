@@ -42,7 +42,7 @@ PLAIN = "bf16[16,64] @ bf16[32,64]^T -> bf16"
 FP8 = "f8e4m3fn[16,128] scale=channel @ f8e4m3fn[48,128]^T scale=channel -> bf16"
 
 
-@pytest.mark.thin(5)
+@pytest.mark.thin(8)
 @pytest.mark.parametrize(
     ("line", "ranks", "op", "then", "chunks"),
     [

@@ -39,6 +39,7 @@ FP8 = "f8e4m3fn[6,128] scale=channel @ f8e4m3fn[48,128]^T scale=channel -> bf16"
 W4 = "bf16[4,256] @ s4[64,256]^T group=64 -> bf16"
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize(
     ("line", "ranks", "name", "how"),
     [

@@ -44,7 +44,7 @@ def point(problem, chunks=2, blocks=2, **knobs):
     return joined(Schedule(), [("hopper", own), (plan.tail.name, next(iter(plan.tail.plan.schedules())))])
 
 
-@pytest.mark.thin(3)
+@pytest.mark.thin(4)
 @pytest.mark.parametrize(
     ("line", "ranks", "how", "knobs"),
     [

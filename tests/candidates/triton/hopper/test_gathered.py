@@ -43,7 +43,7 @@ def made(line=PLAIN, ranks=2, pieces=1, **changed):
     return plan, ranks, Schedule.of_point(tile, pieces=pieces, **bits)
 
 
-@pytest.mark.thin(5)
+@pytest.mark.thin(8)
 @pytest.mark.parametrize(
     ("line", "ranks", "pieces", "changed"),
     [
