@@ -13,7 +13,7 @@ up to the first sum, from there to the second one, and the rest, compiled in as 
 between them, so that kernels beside those of the sums are the same. "local" is these three with nothing between them. Times are
 µs of a CUDA graph of the slowest rank, the median over rounds, weights out of the L2 cache; "limit" is the larger of "local"
 and the bytes that a rank sends over the link's rate, measured first. "off" is the difference of both results by norm. The goal
-is that nccl/ours be 1.3 up to 64 rows, and 1.15 above. NVLink multicast is off. With $OUT, all goes to a JSON file.
+is that nccl/ours be 1.3 up to 64 rows, and 1.15 above. NVLink multicast is off. --json FILE has all of it.
 """
 
 from __future__ import annotations
@@ -278,8 +278,11 @@ def measured(layer: Layer, rate: float, budget: float) -> dict[str, Any] | None:
 @click.option("--budget", default=30.0, show_default=True, help="Seconds for choosing kernels, for each program and way.")
 @click.option("--rounds", default=9, show_default=True)
 @click.option("--seconds", default=540.0, show_default=True, help="After which no further layer is begun.")
+@click.option("--json", "file", type=click.Path(dir_okay=False, path_type=Path), help="Where all times go.")
 @click.option("--tiny", is_flag=True, help="Small shapes on a CPU.")
-def main(dtypes: str, rows: str, context: int, budget: float, rounds: int, seconds: float, tiny: bool) -> None:
+def main(
+    dtypes: str, rows: str, context: int, budget: float, rounds: int, seconds: float, file: Path | None, tiny: bool
+) -> None:
     """Time each layer; see the head of this file."""
     began, job, table = time.perf_counter(), Job.started(rounds, tiny), list[dict[str, Any]]()
     rate = link_gbps(job)
@@ -297,9 +300,8 @@ def main(dtypes: str, rows: str, context: int, budget: float, rounds: int, secon
                     f"{dtype:5}{m:5} rows on {job.world}  {times}  nccl/ours {row['ratio']:.2f} (goal {row['goal']})  "
                     f"ours/limit {row['ours'] / row['limit']:.2f}  off {row['off']:.2g}  {'+'.join(row['kernels'])}"
                 )
-    if job.rank == 0 and os.environ.get("OUT"):
-        made = {"link_gbps": rate, "world": job.world, "rows": table}
-        Path(os.environ["OUT"], f"decoder_layer_tp{job.world}.json").write_text(json.dumps(made, indent=1))
+    if job.rank == 0 and file is not None:
+        file.write_text(json.dumps({"link_gbps": rate, "world": job.world, "rows": table}, indent=1))
     job.ended()
 
 

@@ -14,14 +14,13 @@ product cost beside kernels apart.
   kernel, the same sums from plain memory); torch (the same product, then torch's sum, norm and quantising). Each is the fastest
   of the points. Weights of 4 bits of all ranks fit into the L2 cache; the others do not.
 
-The last line is "push_rows: all right", or how much is wrong. With $OUT, all numbers go to $OUT/push_rows.json.
+The last line is "push_rows: all right", or how much is wrong. --json FILE has all numbers.
 """
 
 from __future__ import annotations
 
 import json
 import math
-import os
 import random
 import sys
 import time
@@ -345,7 +344,18 @@ def one_case(case: Case, target: Target, replays: int, seed: int) -> dict[str, A
 @click.option("--seconds", default=420.0, show_default=True, help="After which no further case is begun.")
 @click.option("--workers", default=8, show_default=True, help="Processes that compile.")
 @click.option("--seed", default=0, show_default=True)
-def main(ranks: int, layers: str, dtypes: str, rows: str, replays: int, seconds: float, workers: int, seed: int) -> None:
+@click.option("--json", "file", type=click.Path(dir_okay=False, path_type=Path), help="Where all times go.")
+def main(
+    ranks: int,
+    layers: str,
+    dtypes: str,
+    rows: str,
+    replays: int,
+    seconds: float,
+    workers: int,
+    seed: int,
+    file: Path | None,
+) -> None:
     """Check, stress and time each case; see the head of this file."""
     began = time.perf_counter()
     names, kinds = layers.split(","), dtypes.split(",")
@@ -369,8 +379,8 @@ def main(ranks: int, layers: str, dtypes: str, rows: str, replays: int, seconds:
         stress = next((f"stress {p['stress']} in {p['stress_s']} s" for p in row["points"] if "stress" in p), "no stress")
         times = f"pushed {row['pushed']:7.2f}  apart {row['apart']:7.2f}  torch {row['torch']:7.2f} us"
         click.echo(f"{case.layer:5} {case.dtype:5} {case.rows:3} rows  {times}  {said[0] if said else 'right'}; {stress}")
-    if os.environ.get("OUT"):
-        Path(os.environ["OUT"], "push_rows.json").write_text(json.dumps({"rows": table, "failed": failed}, indent=1))
+    if file is not None:
+        file.write_text(json.dumps({"rows": table, "failed": failed}, indent=1))
     for why in failed:
         click.echo(why)
     click.echo("push_rows: all right" if not failed else f"push_rows: {len(failed)} wrong")

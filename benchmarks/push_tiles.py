@@ -14,7 +14,7 @@ The products are Llama 3 70B's behind which sums are reduce-scattered or all-red
   at home; with several GPUs "nccl", NCCL behind cuBLASLt, and "limit", the larger of cuBLASLt's product and the bytes that a
   rank sends at `--link` GB/s. On one GPU "behind" is what kernels behind the product take, and nothing crosses a link.
 
-NVLink multicast is off. The last line is "push_tiles: all right", or how much is wrong. With $OUT, all goes to a JSON file.
+NVLink multicast is off. The last line is "push_tiles: all right", or how much is wrong. --json FILE has all of it.
 """
 
 from __future__ import annotations
@@ -404,9 +404,10 @@ def told(row: dict[str, Any]) -> str:
 @click.option("--seconds", default=420.0, show_default=True, help="After which no further case is begun.")
 @click.option("--workers", default=4, show_default=True, help="Processes that compile.")
 @click.option("--seed", default=0, show_default=True)
+@click.option("--json", "file", type=click.Path(dir_okay=False, path_type=Path), help="Where all times go.")
 def main(
     ranks: int, layers: str, dtypes: str, rows: str, ways: str, points: int, replays: int, link: float, seconds: float,
-    workers: int, seed: int,
+    workers: int, seed: int, file: Path | None,
 ) -> None:  # fmt: skip
     """Check, stress and time each case; see the head of this file."""
     began = time.perf_counter()
@@ -449,9 +450,8 @@ def main(
         if row["why"] and world.real and "vain" in row["why"]:
             break  # a later call would wait in vain, too
     if first:
-        if os.environ.get("OUT"):
-            name = f"push_tiles_{'tp' if world.real else 'virtual'}{world.size}.json"
-            Path(os.environ["OUT"], name).write_text(json.dumps({"rows": table, "failed": failed}, indent=1))
+        if file is not None:
+            file.write_text(json.dumps({"rows": table, "failed": failed}, indent=1))
         for why in failed:
             click.echo(why)
         click.echo("push_tiles: all right" if not failed else f"push_tiles: {len(failed)} wrong")

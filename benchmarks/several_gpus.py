@@ -13,7 +13,7 @@ Times are µs of a CUDA graph, of the slowest rank, the median over rounds. Befo
 is timed alone and taken off. "limit" is the larger of the product alone and the bytes a rank sends over the link's rate,
 measured first. Every way is compared with ours. With --replays, graphs of ours are replayed with delays of each rank drawn by
 lot, and wrong bytes counted. --points lists the points that were tried: whether they were right, and what they took, by graphs
-of 16 calls and with data in the L2 cache where it fits. NVLink multicast is off. With $OUT, all goes to a JSON file.
+of 16 calls and with data in the L2 cache where it fits. NVLink multicast is off. --json FILE has all of it.
 """
 
 from __future__ import annotations
@@ -377,9 +377,19 @@ def cases(layers: Sequence[str], dtypes: Sequence[str], rows: Sequence[int], wor
 @click.option("--seconds", default=540.0, show_default=True, help="After which no further case is begun.")
 @click.option("--replays", default=0, show_default=True, help="Of graphs with delays, of each case of up to 64 rows.")
 @click.option("--points", is_flag=True, help="Say of each point that was tried what it took, or why not.")
+@click.option("--json", "file", type=click.Path(dir_okay=False, path_type=Path), help="Where all times go.")
 @click.option("--tiny", is_flag=True, help="Small shapes on a CPU.")
 def main(
-    layers: str, dtypes: str, rows: str, budget: float, rounds: int, seconds: float, replays: int, points: bool, tiny: bool
+    layers: str,
+    dtypes: str,
+    rows: str,
+    budget: float,
+    rounds: int,
+    seconds: float,
+    replays: int,
+    points: bool,
+    file: Path | None,
+    tiny: bool,
 ) -> None:
     """Time each case; see the head of this file."""
     job = Job.started(rounds, tiny)
@@ -420,9 +430,8 @@ def main(
             )
             for line in layer.points if points else ():
                 click.echo(f"    {line[:200]}")
-    if job.rank == 0 and os.environ.get("OUT"):
-        made = {"link_gbps": rate, "world": job.world, "rows": table}
-        Path(os.environ["OUT"], f"several_gpus_tp{job.world}.json").write_text(json.dumps(made, indent=1))
+    if job.rank == 0 and file is not None:
+        file.write_text(json.dumps({"link_gbps": rate, "world": job.world, "rows": table}, indent=1))
     job.ended()
 
 

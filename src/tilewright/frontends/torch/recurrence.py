@@ -73,7 +73,7 @@ def _recurrence(
     Raises:
         InputError: these do not fit together, or a sequence has more steps than there are, or less than none.
     """
-    result, *_ = _shapes(gates, weight, bias, h, c, peepholes, lengths, kind, functions, parameters, clip, variant, backwards)
+    result, *_ = _shapes(gates, weight, bias, h, c, peepholes, lengths, kind, functions, parameters)
     if lengths is not None and lengths.numel() and not 0 <= int(lengths.min()) <= int(lengths.max()) <= len(gates):
         raise InputError(f"lengths of {lengths.tolist()} for {len(gates)} steps", where=NAME, hint=f"0 to {len(gates)}")
     clips = [clip, clip, 0.0]  # onnxruntime leaves an LSTM's cell as it is
@@ -137,9 +137,7 @@ def _shapes(
     kind: str,
     functions: Sequence[str],
     parameters: Sequence[float],
-    clip: float,
-    variant: bool,
-    backwards: bool,
+    *_: object,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Results without data, where these operands and arguments fit together."""
     size, many = h.shape[-1] if h.dim() else 0, GATES.get(kind, 0)
