@@ -96,12 +96,23 @@ class Plan:
     def _travels(self, source: int) -> bool:
         return any(isinstance(s.what, Node) and source in s.places for s in self.stages)
 
+    def _passing(self, stage: Stage) -> bool:
+        """Tell whether what an operation between ranks reads is a product's, in memory of its own, and nobody else reads it."""
+        (place,), made = stage.places, len(self.problem.types)
+        for s in self.stages:
+            count = 1 if isinstance(s.what, Node) else len(s.what.outputs)
+            if place in range(made, made + count):
+                readers = sum(t.places.count(place) for t in self.stages)
+                return isinstance(s.what, Problem) and readers == 1 and place not in self.results
+            made += count
+        return False
+
     def _runner(self, kernels: Sequence[Kernel], weights: Mapping[int, torch.Tensor], how: str) -> Runner:
         own = iter(kernels)
         runners: list[tuple[Stage, Runner]] = []
         for stage in self.stages:
             if isinstance(stage.what, Node):
-                runners.append((stage, _between(stage.what, how)))
+                runners.append((stage, _between(stage.what, how, self._passing(stage))))
             else:
                 given = {at: weights[i] for at, i in enumerate(stage.places) if i in weights}
                 runners.append((stage, next(own).prepare(given)))
@@ -123,15 +134,16 @@ def _in_shots(node: Node) -> bool:
     )
 
 
-def _between(node: Node, how: str) -> Runner:
-    """A runner of an operation between ranks. One in shots is made by all ranks together."""
+def _between(node: Node, how: str, passing: bool) -> Runner:
+    """A runner of an operation between ranks, over a value that nobody else reads if it is `passing`. One in shots is made by
+    all ranks together."""
     if how in (ONE_SHOT, TWO_SHOT) and _in_shots(node):
         return _shot(node, how)
 
     def run(sources: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         if how == RANKS:
             return [cast("torch.Tensor", node.op.evaluate(node, [sources[0]]))]
-        return [team().run(node, sources[0])]
+        return [team().run(node, sources[0], overwritten=passing)]
 
     return run
 

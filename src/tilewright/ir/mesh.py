@@ -260,8 +260,9 @@ class Team(Protocol):
         """
         ...
 
-    def run(self, node: Node, value: torch.Tensor) -> torch.Tensor:
-        """The collective operation of a node on this rank's value, by the library of the team's own that does it."""
+    def run(self, node: Node, value: torch.Tensor, *, overwritten: bool = False) -> torch.Tensor:
+        """The collective operation of a node on this rank's value, which may be `overwritten` if so said, by the library of the
+        team's own that does it."""
         ...
 
     def symmetric(self, over: Sequence[str], size: int) -> Symmetric:
@@ -366,7 +367,7 @@ class _Simulated:
             board.changed.notify_all()
         return result
 
-    def run(self, node: Node, value: torch.Tensor) -> torch.Tensor:
+    def run(self, node: Node, value: torch.Tensor, *, overwritten: bool = False) -> torch.Tensor:
         return cast("torch.Tensor", node.op.evaluate(node, [value]))
 
     def symmetric(self, over: Sequence[str], size: int) -> Symmetric:

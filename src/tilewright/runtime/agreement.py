@@ -284,7 +284,7 @@ class Agreed:
             return None
         kernel, runner, why = self._built(plan, Schedule(said.knobs), checked)
         # Also where it cannot be checked here: the others build it, and are to hear so.
-        if self._verdict(why, partial(self._examined, problem, checked, runner)) or kernel is None:
+        if self._verdict(why, partial(self._examined, problem, checked, kernel, runner)) or kernel is None:
             return None
         return said.told(Decision(problem, kernel, None, (), False, True))
 
@@ -299,6 +299,7 @@ class Agreed:
         else:
             try:
                 kernel = kernel_of(plan, schedule)
+                checked.expected_of(kernel.roundoff)
             except Exception as error:  # a candidate may raise anything
                 why = failure("failed to build", error)
         if any(self._team.peers.gathered(why, str, "the kernels compiled")) or kernel is None or checked is None:
@@ -325,7 +326,7 @@ class Agreed:
                 self._progress(n, len(points), f"ways between ranks: {candidate.name}")
             began = time.perf_counter()
             kernel, runner, why = self._built(plan, schedule, checked)
-            why = self._verdict(why, partial(self._examined, problem, checked, runner))
+            why = self._verdict(why, partial(self._examined, problem, checked, kernel, runner))
             if why or kernel is None or runner is None or checked is None:
                 rejected.append(Rejected(candidate.name, "wrong", why, schedule))
                 continue
@@ -380,11 +381,14 @@ class Agreed:
         def draw(rank: int) -> list[torch.Tensor]:
             return random_sources(problem, seed=seed + rank)
 
-        drawn, why = None, ""
+        def worked_out(device: str, roundoff: float = 0.0) -> tuple[list[torch.Tensor], Expected]:
+            return expect_on_mesh(problem, draw, self._team.mesh, self._team.rank, device, roundoff)
+
+        drawn, why, where = None, "", ""
         # Where ranks have a GPU each, their processes often have one thread each: there float64 takes a CPU minutes.
-        for device in dict.fromkeys((self._target.device, "cpu")):
+        for where in dict.fromkeys((self._target.device, "cpu")):
             try:
-                drawn = expect_on_mesh(problem, draw, self._team.mesh, self._team.rank, device)
+                drawn = worked_out(where)
                 break
             except Exception as error:  # out of memory, or no such operation there
                 why = failure("the oracle failed", error)
@@ -395,13 +399,14 @@ class Agreed:
         there = [guarded(t.to(self._target.device)) for t in sources]
         held = {i: there[i] for i in constants}
         other = [t if i in held else guarded(other_data(t)) for i, t in enumerate(there)]
-        return _Checked(there, other, held, expected)
+        return _Checked(there, other, held, {0.0: expected}, lambda roundoff: worked_out(where, roundoff)[1])
 
-    def _examined(self, problem: AnyProblem, checked: _Checked | None, runner: Runner | None) -> str:
+    def _examined(self, problem: AnyProblem, checked: _Checked | None, kernel: Kernel | None, runner: Runner | None) -> str:
         """The reason why a runner may not be trusted; "" if it may. It runs on other data first, so that a result or a buffer
         kept from an earlier call shows, and then twice, while one rank, drawn by lot, comes late. Its sources, and what it gave
         before, are to stay as they are."""
-        assert checked is not None and runner is not None
+        assert checked is not None and kernel is not None and runner is not None
+        expected = checked.expected_of(kernel.roundoff)
         outputs = [(t.shape, t.dtype.to_torch()) for t in problem.outputs]
         late = random.Random(text_of(problem)).randrange(self._team.mesh.size)
         before = [t.clone() for t in checked.sources]
@@ -417,7 +422,7 @@ class Agreed:
                 time.sleep(LATE_S)
             results = runner(checked.sources)
             synchronize(self._target.device)
-            why = check(problem, checked.expected, results)
+            why = check(problem, expected, results)
             whys.append(why and f"{why}{again}")
             whys.append(None if all_same(kept, first) else "it writes to a result of an earlier call")
             peers.gathered(0, int, "a call that is checked")
@@ -470,12 +475,20 @@ class Agreed:
 
 @dataclass(frozen=True)
 class _Checked:
-    """Data of this rank: sources, others of the same types, those that are constant, and what the first must give."""
+    """Data of this rank: sources, others of the same types, those that are constant, and what the first must give, by the
+    roundoff of a kernel's sums (`Kernel.roundoff`)."""
 
     sources: list[torch.Tensor]
     other: list[torch.Tensor]
     weights: Mapping[int, torch.Tensor]
-    expected: Expected
+    expected: dict[float, Expected]
+    worked_out: Callable[[float], Expected]
+
+    def expected_of(self, roundoff: float) -> Expected:
+        """What a kernel must give whose sums keep fewer bits than their type has, for which it is worked out once."""
+        if roundoff not in self.expected:
+            self.expected[roundoff] = self.worked_out(roundoff)
+        return self.expected[roundoff]
 
 
 def times_us(

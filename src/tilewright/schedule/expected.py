@@ -141,10 +141,16 @@ def accumulated(problem: AnchorProblem, sources: Sequence[torch.Tensor], roundof
 
 
 def expect_on_mesh(
-    problem: AnyProblem, draw: Callable[[int], Sequence[torch.Tensor]], mesh: Mesh, rank: int, device: str = "cpu"
+    problem: AnyProblem,
+    draw: Callable[[int], Sequence[torch.Tensor]],
+    mesh: Mesh,
+    rank: int,
+    device: str = "cpu",
+    roundoff: float = 0.0,
 ) -> tuple[list[torch.Tensor], Expected]:
     """The sources of a rank of a mesh and what a problem that holds operations between ranks must give there, both on a device.
     `draw` gives a rank's sources; every rank's are drawn and worked out here, so that nothing is taken from another process.
+    `roundoff` is that of each rank's sums, as `expect` takes it.
 
     Raises:
         TilewrightError: the oracle fails on a rank's data.
@@ -153,7 +159,7 @@ def expect_on_mesh(
     def of_rank(r: int) -> tuple[list[torch.Tensor], Expected]:
         sources = [t.to(device) for t in draw(r)]
         with torch.device(device):
-            return sources, expect(problem, sources)
+            return sources, expect(problem, sources, roundoff)
 
     return simulate(mesh, of_rank)[rank]
 

@@ -59,7 +59,7 @@ class VirtualRank:
     def exchange(self, value: torch.Tensor, over: Sequence[str], fold: Callable[[list[torch.Tensor]], Result]) -> Result:
         raise UnsupportedError("virtual ranks run one after the other, and exchange nothing on the host")
 
-    def run(self, node: Node, value: torch.Tensor) -> torch.Tensor:
+    def run(self, node: Node, value: torch.Tensor, *, overwritten: bool = False) -> torch.Tensor:
         raise UnsupportedError("virtual ranks run one after the other, and exchange nothing on the host")
 
     def symmetric(self, over: Sequence[str], size: int) -> Symmetric:
