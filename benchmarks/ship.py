@@ -32,7 +32,7 @@ from tilewright.ir.ops import Const
 from tilewright.ir.pattern import Trace
 from tilewright.linear.kernels import constants_of, graph_at
 from tilewright.runtime.partition import decided, parts_for
-from tilewright.schedule.ahead import compile_ahead
+from tilewright.schedule.ahead import Ahead
 from tilewright.schedule.measure import last_cache_bytes
 from tilewright.schedule.problem import AnyProblem, Problem
 from tilewright.schedule.search import Decision, search
@@ -93,19 +93,22 @@ def main(
         for p in problems(target, families or list(FAMILIES), schemes, dtypes, rows or ROWS, most_ops)
         if p not in seen and not seen.add(p) and place(p, database, each) not in measured(file, database.key_of(p, each))
     )
-    while time.monotonic() < until and (some := list(itertools.islice(left, 1 if target.kind == "cpu" else TOGETHER))):
-        if target.kind != "cpu":
-            compile_ahead(some, target, within_s=max(1.0, until - time.monotonic()))
+    some, ahead = following(left, target, until)
+    while some and time.monotonic() < until:
+        coming = following(left, target, until)  # compiled while these are measured
         found: list[Shipped] = []
         for problem in some:
             if time.monotonic() > until:
                 break
+            if ahead is not None:
+                ahead.wait(problem, max(0.0, until - time.monotonic()))
             decision = search(problem, target, budget_s=each, cold=True, within_s=max(5.0, 5 * each))
             new = entries(decision, database, each, cold=True)
             click.echo(f"{problem}: {decision.kernel.candidate}, {decision.provisional or decision.time_us}")
             found, done = found + new, done + len(new)
         if found:
             add(file, database.key_of(some[0], each), found)
+        some, ahead = coming
     for model in models:
         if time.monotonic() > until:
             break
@@ -119,6 +122,13 @@ def main(
             add(file, database.key_of(next(iter(decisions)), budget_s), found)
         click.echo(f"{model.name}: {len(decisions)} problems")
     click.echo(f"{done} measured; {file}: {file.stat().st_size if file.exists() else 0:,} bytes")
+
+
+def following(left: Iterator[AnyProblem], target: Target, until: float) -> tuple[list[AnyProblem], Ahead | None]:
+    """The next problems, and on a GPU what makes their machine code meanwhile."""
+    some = list(itertools.islice(left, 1 if target.kind == "cpu" else TOGETHER))
+    ahead = Ahead(some, target, within_s=max(1.0, until - time.monotonic())) if some and target.kind != "cpu" else None
+    return some, ahead
 
 
 def place(problem: AnyProblem, database: TuningDatabase, each: float) -> Place:

@@ -39,6 +39,7 @@ def counting(module: object, name: str, what: str) -> None:
 
 counting(engine, "_parsed", "compiled")
 counting(bench, "examine", "verified")
+counting(tuning_database, "spot_check", "verified")
 counting(bench, "expect", "expected")
 counting(bench, "time_interleaved", "timed")
 counting(search._Search, "run", "searched")

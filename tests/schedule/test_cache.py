@@ -35,7 +35,7 @@ from tilewright.schedule import key as key_module
 from tilewright.schedule import tuning_database as database
 from tilewright.schedule.bench import Bench
 from tilewright.schedule.cache import Cache, file_system, user_cache
-from tilewright.schedule.candidate import Schedule, concerns, plan_for, refusal
+from tilewright.schedule.candidate import Schedule, concerns, kernel_of, plan_for, refusal
 from tilewright.schedule.key import budgets_for, circumstances, digest_of, text_of
 from tilewright.schedule.problem import Problem, problem_of
 from tilewright.schedule.race import Race
@@ -287,11 +287,17 @@ def test_a_record_that_does_not_hold_is_ignored(kept, searches):
     assert good.verified
 
 
+def zeros(weights):
+    """A runner of a kernel that gives nothing but zeros."""
+    return lambda sources: [torch.zeros(8, 32)]
+
+
 def test_a_kernel_that_fails_its_check_today_is_ignored(kept, searches, monkeypatch, caplog):
     compiler.compile(program(2.0), budget_s=BUDGET_S)
     monkeypatch.setenv("TILEWRIGHT_RECHECK", "1")
     with monkeypatch.context() as m:
-        m.setattr(database, "search", failing)
+        m.setattr(database, "kernel_of", lambda *given: replace(kernel_of(*given), prepare=zeros))
+        m.setattr(database, "search", failing)  # which checks it as a whole
         (found,) = decisions(compiler.compile(program(2.0), budget_s=BUDGET_S))
     assert len(searches) == 2 and found.verified and not found.recalled
     assert "passed its check on f32[8,32] @ f32[32,32] * 2 before and fails it now: another kernel is chosen" in caplog.text
@@ -301,8 +307,9 @@ def test_a_kernel_that_fails_its_check_today_is_ignored(kept, searches, monkeypa
 def examined(monkeypatch):
     """The problems whose kernels were verified."""
     seen: list[str] = []
-    examine = bench.examine
+    examine, spot_check = bench.examine, database.spot_check
     monkeypatch.setattr(bench, "examine", lambda problem, *a, **k: seen.append(str(problem)) or examine(problem, *a, **k))
+    monkeypatch.setattr(database, "spot_check", lambda problem, *a: seen.append(str(problem)) or spot_check(problem, *a))
     return seen
 
 

@@ -18,7 +18,7 @@ from tilewright.ir.notation import parse
 from tilewright.ir.ops import gemm
 from tilewright.schedule import bench
 from tilewright.schedule import search as search_module
-from tilewright.schedule.budget import EVENLY, LONGEST_S
+from tilewright.schedule.budget import EVENLY, FIRST_CHECKS, LONGEST_S
 from tilewright.schedule.candidate import CPU as ONLY_CPU
 from tilewright.schedule.candidate import (
     GEMM,
@@ -448,6 +448,12 @@ def test_one_decision_for_equal_problems_and_a_fair_share_of_time(monkeypatch):
     assert shown == [(0, 2, "f32[4,8] @ f32[8,8]"), (1, 2, "f32[4,8] @ f32[8,3]")]
     chooser(graph, CPU, 15.0, None)(problem_of(a), {1: w1.op.data.tensor()})
     assert budgets[-1] == LONGEST_S
+    # The first problem's check, with all that a process does first, says that the others' would take all the time there is.
+    monkeypatch.setattr("tilewright.schedule.budget.BudgetedChooser._checks_s", lambda self: 60.0 if self._known else 0.0)
+    decide = chooser(graph, CPU, 1.0, None)
+    decide(problem_of(a), {1: w1.op.data.tensor()})
+    decide(problem_of(c), {1: c.src[1].op.data.tensor()})
+    assert budgets[-1] == pytest.approx(FIRST_CHECKS, rel=1e-3)
 
 
 def test_schedules_print_their_knobs():

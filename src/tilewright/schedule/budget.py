@@ -27,6 +27,7 @@ from tilewright.schedule.worker import ready, warm
 LONGEST_S, LONGEST = 2.0, 0.1  # for one problem: seconds, or of a long budget the part
 EVENLY = 0.25  # of the time: shared out evenly, as what is expected of a problem may be wrong; the rest by what it can gain
 FEW, LIGHTEST = 3, 0.25  # problems known, and the least part of what they took to be checked that any may take
+FIRST_CHECKS = 0.5  # of the time left, kept back for checks at most while few problems are known
 CHECKED = 2  # of problems that differ in ordinary numbers alone, where their code is not the same
 AHEAD = "compiling what will be tried first"
 LEAST, MOST = 2.0**-24, 2.0**24  # of an ordinary number
@@ -227,7 +228,10 @@ class BudgetedChooser:
 
     def _share(self, problem: AnyProblem) -> float:
         """Seconds for a problem that is searched now. Time to check those that follow is kept back."""
-        free_s = self._ends - time.monotonic() - self._checks_s()
+        left_s, checks_s = self._ends - time.monotonic(), self._checks_s()
+        if len(self._known) < FEW:  # the first one's time is also that of a process's first calls, and tells little
+            checks_s = min(checks_s, FIRST_CHECKS * left_s)
+        free_s = left_s - checks_s
         text = self._texts[problem]
         self._waiting.setdefault(text, self._weights[text])  # where what was known of it does not hold
         left, whole = len(self._waiting), sum(self._waiting.values())

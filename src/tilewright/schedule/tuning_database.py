@@ -1,9 +1,9 @@
 """Decisions made before, by this process or another: built anew, and neither timed nor verified again.
 
 A record names a candidate and a point of its space. A kernel that was verified in these circumstances, of the same generated
-text, is taken as it is, but for a sample (`RECHECKED`, drawn anew in each process), which is verified again. A library's call
-has no text: its verdict rests on the numbers in the problem, too. A record that fails its check here, or whose candidate now
-refuses, counts as absent.
+text, is taken as it is, but for a sample (`RECHECKED`, drawn anew in each process): of what these give for random data some
+elements are looked at again. A library's call has no text: its verdict rests on the numbers in the problem, too. A record that
+fails its check here, or whose candidate now refuses, counts as absent.
 
 Records from elsewhere are hints. A point that the candidate does not itself offer here is never built, and their times are not
 believed. A record made in these circumstances saves the search, and its kernel alone is timed here.
@@ -56,8 +56,10 @@ from tilewright.schedule.choice import choice_of, rejected_of
 from tilewright.schedule.key import UNMEASURED, budgets_for, circumstances, digest_of
 from tilewright.schedule.problem import AnyProblem
 from tilewright.schedule.record import LONGEST, Key, Lost, Record, Table, Verdict
+from tilewright.schedule.sample import random_sources
 from tilewright.schedule.search import Decision, search
 from tilewright.schedule.shipped import DIGITS, shipped
+from tilewright.schedule.spot_check import sampled, spot_check
 from tilewright.threads import count
 
 HINT_S = 0.1  # at most, to time the kernel of a record from elsewhere
@@ -66,6 +68,7 @@ LOOKED_S = 5.0  # for which a look at the load holds
 TOGETHER_S = 10.0  # between the beginnings of processes that start at once: some are there earlier than others
 ORDINARY_S, ALIKE = 2.0, 0.9  # seconds for a problem beyond which decisions with as much time count alone, or almost as much
 RECHECKED = 0.05  # of the kernels that are read back are verified again, unless $TILEWRIGHT_RECHECK says how many
+LOOK_S = 0.02  # for further elements of a kernel's results, beside the first few
 RECHECKING_S = 0.2  # after which a process verifies no more of the sample, unless it says how many
 _CHANCE = secrets.token_bytes(16)  # by which the sample is drawn, another one in each process
 _rechecking_s = 0.0  # that this process took to verify it
@@ -187,7 +190,7 @@ class TuningDatabase:
         given and the digest of what its kernel is generated as does not begin with that. `among` are all candidates that are
         found by default."""
         candidates = discover() if among is None else among
-        digest, known, began = None, False, time.perf_counter()
+        kernel, digest, known, began = None, None, False, time.perf_counter()
         try:
             (found,) = [c for c in candidates if c.name == candidate and concerns(c, problem, self._target)]
             kernel = kernel_of(plan_for(found, problem, self._target), schedule)
@@ -200,7 +203,10 @@ class TuningDatabase:
         except Exception:  # a candidate may raise anything: the search says what it is
             if text is not None:
                 return None
-        decision = repeat(problem, self._target, candidate, schedule, weights, among=candidates)
+        if known and kernel is not None and sampled(problem):
+            decision = _looked_at(problem, kernel, self._target, weights)
+        else:
+            decision = repeat(problem, self._target, candidate, schedule, weights, among=candidates)
         if known:
             global _rechecking_s
             _rechecking_s += time.perf_counter() - began
@@ -459,6 +465,22 @@ def repeat(
         return search(problem, target, budget_s=budget_s, candidates=found, weights=weights, cold=cold)
     except UnsupportedError:
         return None
+
+
+def _looked_at(problem: AnyProblem, kernel: Kernel, target: Target, weights: Mapping[int, torch.Tensor]) -> Decision | None:
+    """A kernel that was verified before, of whose results on random data some elements are right; None if not. In a new process
+    that takes milliseconds, where the right results of a whole problem, worked out on a GPU, take a second."""
+    began = time.perf_counter()
+    held = {i: t for i, t in weights.items() if problem.weights[i]}
+    try:
+        drawn = random_sources(problem, given=held)
+        there = [held.get(i, t).to(target.device) for i, t in enumerate(drawn)]
+        runner = kernel.prepare({i: t for i, t in enumerate(there) if problem.weights[i]})
+        results = {i: t.cpu() for i, t in enumerate(runner(there))}
+        why, _ = spot_check(problem, drawn, results, LOOK_S, kernel.roundoff)
+    except Exception:  # a kernel may raise anything
+        return None
+    return None if why else Decision(problem, kernel, None, (), False, True, checked_s=time.perf_counter() - began)
 
 
 def rebuilt(problem: AnyProblem, target: Target, candidate: str, schedule: Schedule) -> Decision | None:
