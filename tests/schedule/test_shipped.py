@@ -89,6 +89,18 @@ def test_what_fits_is_built_and_verified_once_and_neither_searched_nor_timed(fil
     assert counts == {"searched": 0, "verified": 2}  # where nothing is kept
 
 
+def test_what_was_built_once_is_not_compiled_again_wherever_its_weights_were(file, counts, tmp_path):
+    known = TuningDatabase(CPU, Cache(tmp_path / "cache"))
+    add(file, known.key_of(PROBLEM, 1.0), [entry(known, points()[-1], cold=True)])
+    point = (PROBLEM, "llvm", points()[-1])
+    assert known.to_build([PROBLEM]) == [point]
+    assert decided(known, 0).kernel.schedule == points()[-1]
+    other = TuningDatabase(CPU, Cache(tmp_path / "cache"))  # as another process has it
+    assert other.to_build([PROBLEM]) == [] and decided(other, 0).kernel.schedule == points()[-1]
+    assert not counts["searched"]
+    assert not decided(TuningDatabase(CPU, Cache(tmp_path / "cache"))).recalled  # who measures asks where weights were
+
+
 def test_the_user_s_own_decision_comes_first(file, counts, tmp_path):
     known = TuningDatabase(CPU, Cache(tmp_path / "cache"))
     own = decided(known)

@@ -35,7 +35,7 @@ from tilewright.schedule.candidate import (
 from tilewright.schedule.cost import passes, predict, predict_us
 from tilewright.schedule.problem import AnyProblem, AttentionProblem, FusionProblem, Problem, fusion_of, problem_of
 from tilewright.schedule.recipe import Built, Parts, Split, describe, recipe_of
-from tilewright.schedule.search import search
+from tilewright.schedule.search import DEPTH, search
 
 PART_BUDGET_S = 0.1
 PART_WITHIN_S = 1.0  # by the clock, where compiling or checking what is then too slow takes seconds
@@ -217,8 +217,9 @@ class Plan:
         """
         problem, target, others = self.problem, self.target, _others()
         pieces = pieces_of(problem, schedule)
-        cold = target.kind != "cpu"
-        fastest = partial(search, budget_s=PART_BUDGET_S, candidates=others, within_s=PART_WITHIN_S, cold=cold)
+        # For a GPU the first point of each candidate is compiled beforehand (`schedule/ahead.py`); further ones take seconds.
+        cold, depth = (False, DEPTH) if target.kind == "cpu" else (True, 1)
+        fastest = partial(search, budget_s=PART_BUDGET_S, candidates=others, within_s=PART_WITHIN_S, cold=cold, depth=depth)
         problems = [p.problem for p in pieces]
         kernels = kernels_of(problems, schedule, target, lambda p, on: fastest(p, on).kernel, others)
         releasable = frozenset(

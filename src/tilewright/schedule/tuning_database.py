@@ -394,14 +394,14 @@ class TuningDatabase:
         return self._key(problem, budget_s)
 
     def _shipped(
-        self, problem: AnyProblem, key: Key, names: Sequence[str], *, measuring: bool
+        self, problem: AnyProblem, key: Key, names: Sequence[str], colds: Sequence[bool]
     ) -> Iterator[tuple[Record, bool, str]]:
         """Those that came with the package, as records, with their texts; none where candidates take part that they did not
-        meet. Where nothing is measured, it does not count where weights were."""
+        meet."""
         if self.family or any(c.package for c in discover(kind=self._target.kind)):
             return
         found = shipped(key)
-        for name, cold in itertools.product(names, (key.cold,) if measuring else (key.cold, not key.cold)):
+        for cold, name in itertools.product(colds, names):
             d = found.get((key.problem[:DIGITS], cold, name))
             if d is not None:
                 own = msgspec.structs.replace(key, budget=name, cold=cold)
@@ -416,8 +416,10 @@ class TuningDatabase:
             return
         hint = self._hints.get(key.problem)
         names = [name for name in budgets_for(budget_s) if name != UNMEASURED]
-        for name in names:
-            wanted = msgspec.structs.replace(key, budget=name)
+        # Where nothing is measured, it does not count where weights were.
+        colds = (key.cold,) if budget_s > 0 else (key.cold, not key.cold)
+        for cold, name in itertools.product(colds, names):
+            wanted = msgspec.structs.replace(key, budget=name, cold=cold)
             if self._cache is not None and (found := self._cache.get(wanted)) is not None:
                 if budget_s > 0 and self._again(found):
                     continue
@@ -431,7 +433,7 @@ class TuningDatabase:
             own = self._cache.get(msgspec.structs.replace(key, budget=UNMEASURED))
         if own is not None and budget_s <= 0:  # which was made in view of what came with the package
             yield own, False, None
-        yield from self._shipped(problem, key, names, measuring=budget_s > 0)
+        yield from self._shipped(problem, key, names, colds)
         if own is not None and 0 < budget_s <= own.asked_s:
             yield own, False, None
 
