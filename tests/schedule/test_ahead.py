@@ -22,6 +22,7 @@ from tilewright.ir.graph import Graph
 from tilewright.ir.notation import parse
 from tilewright.ir.ops import gemm
 from tilewright.schedule import ahead, budget
+from tilewright.schedule.candidate import planned
 from tilewright.schedule.fork_server import SWITCH, fork_server
 from tilewright.schedule.problem import problem_of
 from tilewright.schedule.worker import pickled, settings_here
@@ -158,6 +159,36 @@ def test_what_is_compiled_first_is_chosen_first(monkeypatch):
     late = budget.BudgetedChooser(dict.fromkeys(problems, 1), target, 0.2, cold=False)
     assert late.turn([heavy, middle]) == 0 and not go_on.is_set()
     go_on.set()
+
+
+def test_pieces_that_are_still_compiled_come_later_or_not_at_all(monkeypatch):
+    """What is taken apart is chosen behind what is not; where there is little time, it is not taken apart then."""
+    lines = ("f32[8,16] @ f32[16,8] + bias, gelu -> f32", "f32[8,24] @ f32[24,8] -> f32")
+    apart, plain = problems = [problem_of(parse(line).outputs[0]) for line in lines]
+    target, go_on, began, given = replace(detect("cpu"), kind="cuda"), threading.Event(), threading.Event(), {}
+    monkeypatch.setattr(ahead, "planned", lambda c, p, _: planned(c, p, detect("cpu")))
+
+    def compile_ahead(problems, target, *, done, over, **_):
+        for problem in problems:
+            done(problem)
+        began.set()
+        assert go_on.wait(60)
+
+    monkeypatch.setattr(ahead, "compile_ahead", compile_ahead)
+    monkeypatch.setattr(budget, "search", lambda p, *_, candidates, **__: given.update({p: candidates}) or Mock(checked_s=0.0))
+    shared = budget.BudgetedChooser(dict.fromkeys(problems, 1), target, 2.0, cold=False)
+    assert began.wait(60) and shared.turn(problems) == 1 and shared.turn([apart]) == 0
+    for problem in problems:
+        shared(problem, {})
+    (split,) = (c for c in given[apart] if c.name == "split")
+    assert planned(split, apart, target).why == budget.LATER and given[plain] is None
+    patient = budget.BudgetedChooser(dict.fromkeys(problems, 1), target, 60.0, cold=False)
+    patient(apart, {})
+    assert given[apart] is None
+    go_on.set()
+    while shared._ahead.unready(apart):  # pyright: ignore
+        time.sleep(0.01)
+    assert shared.turn(problems) == 0
 
 
 @pytest.fixture

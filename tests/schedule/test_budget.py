@@ -280,6 +280,9 @@ def test_a_gpus_code_is_made_by_several_processes_once_the_time_is_over(clock, m
         def __init__(self, problems, target, *, within_s=None, first=False, chosen=()):
             begun.append(([p.N for p in problems], within_s, first))
 
+        def unready(self, problem):
+            return []
+
         def waits(self, problem):
             return True
 

@@ -194,13 +194,16 @@ class Ahead:
     ) -> None:
         """Begin; the arguments are those of `compile_ahead`."""
         self._done = {p: threading.Event() for p in (*(p for p, *_ in chosen), *problems)}
-        self._over, self._any = False, threading.Event()
+        self._over, self._ended, self._any, self._target = False, False, threading.Event(), target
+        self._ready = set[AnyProblem]()  # those compiled for, pieces among them
+        self._meta = dict[AnyProblem, dict[str, Sequence[AnyProblem]]]()  # a problem's pieces, by candidate
         most = max(1, min(usable(), MOST_PROCESSES) - 1)
 
         def done(problem: AnyProblem) -> None:
-            if problem in self._done:  # and no piece of one
+            self._ready.add(problem)
+            if problem in self._done:
                 self._done[problem].set()
-                self._any.set()
+            self._any.set()
 
         def work() -> None:
             try:
@@ -215,6 +218,7 @@ class Ahead:
                     most=most,
                 )
             finally:
+                self._ended = True
                 for event in (*self._done.values(), self._any):
                     event.set()
 
@@ -223,6 +227,15 @@ class Ahead:
     def waits(self, problem: AnyProblem) -> bool:
         """Tell whether `wait` would wait."""
         return problem in self._done and not self._done[problem].is_set()
+
+    def unready(self, problem: AnyProblem) -> list[str]:
+        """The candidates of a problem that take it apart into problems for which machine code is still being made."""
+        if problem not in self._done or self._ended:
+            return []
+        if problem not in self._meta:
+            metas = {name: plan for name, plan in _plans(problem, self._target).items() if isinstance(plan, MetaPlan)}
+            self._meta[problem] = {name: plan.pieces() for name, plan in metas.items()}
+        return [name for name, pieces in self._meta[problem].items() if not self._ready.issuperset(pieces)]
 
     def wait(self, problem: AnyProblem, within_s: float = LIMIT_S) -> None:
         """Wait until what competes from the start for a problem is compiled, or failed; for one not begun not at all."""

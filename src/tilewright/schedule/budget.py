@@ -16,7 +16,7 @@ from tilewright.hardware.target import Target
 from tilewright.ir.ops import Const
 from tilewright.progress import Progress
 from tilewright.schedule.ahead import LIMIT_S, LOOK_S, Ahead
-from tilewright.schedule.candidate import Kernel
+from tilewright.schedule.candidate import Kernel, discover, refusing
 from tilewright.schedule.cost import least_us
 from tilewright.schedule.key import numbers_of, text_of
 from tilewright.schedule.problem import AnyProblem
@@ -30,6 +30,7 @@ FEW, LIGHTEST = 3, 0.25  # problems known, and the least part of what they took 
 FIRST_CHECKS = 0.5  # of the time left, kept back for checks at most while few problems are known
 CHECKED = 2  # of problems that differ in ordinary numbers alone, where their code is not the same
 AHEAD = "compiling what will be tried first"
+LATER = "not tried: the machine code of its pieces was still being made, and there was little time"
 LEAST, MOST = 2.0**-24, 2.0**24  # of an ordinary number
 
 
@@ -108,13 +109,14 @@ class BudgetedChooser:
         return self._weights[self._texts[problem]]
 
     def turn(self, problems: Sequence[AnyProblem]) -> int:
-        """The place of the problem that is best chosen next: the first whose machine code nobody is still making. Waits until
-        there is one, for half of the time left at most."""
+        """The place of the problem that is best chosen next: the first for which nobody is still making machine code, nor for
+        its pieces if there is such a one. Waits until there is one, for half of the time left at most."""
         until = time.monotonic() + self._budget.left_s() / 2
         while self._ahead is not None:
-            for at, problem in enumerate(problems):
-                if not self._ahead.waits(self._different[self._texts[problem]]):
-                    return at
+            alike = [self._different[self._texts[problem]] for problem in problems]
+            there = [at for at, problem in enumerate(alike) if not self._ahead.waits(problem)]
+            if there:
+                return next((at for at in there if not self._ahead.unready(alike[at])), there[0])
             if time.monotonic() >= until:
                 break
             if self._progress is not None:
@@ -179,6 +181,10 @@ class BudgetedChooser:
         if share > 0 and not ready(self._within(share)):
             share = 0.0
         candidates = None if database is None else database.candidates(problem)
+        if self._ahead is not None and self._accepted_s < LONGEST_S:  # to make it in the search would take all of its time
+            hurried = self._ahead.unready(self._different[self._texts[problem]])
+            every = candidates or discover() if hurried else ()
+            candidates = [refusing(c, LATER) if c.name in hurried else c for c in every] or candidates
         if share <= 0:
             late = self._budget.over()
             self.late += late
@@ -192,7 +198,7 @@ class BudgetedChooser:
             return decision
         how = partial(search, problem, self._target, budget_s=share, weights=weights, cold=self._cold)
         if database is None:
-            return how(within_s=self._within(share), over=self._budget.over)
+            return how(candidates=candidates, within_s=self._within(share), over=self._budget.over)
         with database.alone(problem, self._accepted_s, self._waits_s()):
             found = database.find(problem, weights, self._accepted_s)  # another process may have come to it meanwhile
             if found is not None:

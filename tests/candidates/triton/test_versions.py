@@ -143,3 +143,15 @@ def test_who_compiles_for_others_has_the_launcher_made(monkeypatch, tmp_path):
     assert made == [kernel]
     monkeypatch.setattr("triton.backends.nvidia.driver.CudaLauncher", lambda *_: 1 / 0)
     versions.make_launcher(kernel)
+
+
+def test_the_driver_s_types_are_there_before_a_launcher_is_loaded(monkeypatch):
+    """A launcher that is loaded before them takes no TMA descriptor, and every kernel with one fails in that process."""
+    driver = pytest.importorskip("triton.backends.nvidia.driver")
+    seen: list[object] = []
+    monkeypatch.setattr(driver, "PyCUtensorMap", None, raising=False)
+    monkeypatch.setattr(driver, "CudaUtils", lambda: monkeypatch.setattr(driver, "PyCUtensorMap", int))
+    monkeypatch.setattr(driver, "CudaLauncher", lambda *_: seen.append(driver.PyCUtensorMap))
+    for _ in range(2):
+        versions.make_launcher(SimpleNamespace(src=None, metadata=None))
+    assert seen == [int, int]

@@ -61,11 +61,16 @@ def tensor_map(utils: Any) -> Callable[..., object]:
 
 def make_launcher(kernel: Any) -> None:
     """Have Triton make its launcher in C of a compiled kernel, which it else does when the kernel is first loaded: a C compiler
-    takes 0.3 s for each list of argument types (until 3.7). What fails here fails there, and is told of."""
-    with suppress(Exception):
-        from triton.backends.nvidia.driver import CudaLauncher
+    takes 0.3 s for each list of argument types (until 3.7). What fails here fails there, and is told of.
 
-        CudaLauncher(kernel.src, kernel.metadata)
+    A launcher looks up the type of TMA descriptors when it is loaded, once for a process: that of the driver's module, which is
+    to be there by then. One that found none takes no descriptor as long as the process lives."""
+    with suppress(Exception):
+        from triton.backends.nvidia import driver
+
+        if getattr(driver, "PyCUtensorMap", driver) is None:
+            driver.CudaUtils()
+        driver.CudaLauncher(kernel.src, kernel.metadata)
 
 
 def direct(kernel: Any, start: Any, grid: Sequence[int], device: int, ends: tuple[object, ...]) -> Callable[..., None]:
