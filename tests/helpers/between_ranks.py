@@ -65,9 +65,22 @@ def posed_by(plan):
 late = []  # of each run, the ranks that were waited for in vain
 
 
-def results(plan, ranks, schedule, calls=1, seed=None, limit_s=5.0, turns=(1, 1, 3, 40), **how):
+class Spoil:
+    """An end of results between two replays of a graph."""
+
+    def __init__(self, calls):
+        self.calls = calls
+
+    def rounds(self):
+        for _, made in self.calls:
+            for t in made:
+                t.view(torch.uint8).fill_(255)
+        yield
+
+
+def results(plan, ranks, schedule, calls=1, seed=None, limit_s=5.0, turns=(1, 1, 3, 40), replays=1, **how):
     """Each rank's results of each call of a plan's kernel, with its sources, run together: in turns drawn by lot, of so many
-    rounds. A seed draws the order of warps, too."""
+    rounds. A seed draws the order of warps, too. With `replays` all calls are made so often, as a graph makes them."""
     problem = posed_by(plan)
     mesh = Mesh.parse(f"tp={ranks}")
     space = VirtualRanks(mesh, "cpu", limit_s)
@@ -96,7 +109,7 @@ def results(plan, ranks, schedule, calls=1, seed=None, limit_s=5.0, turns=(1, 1,
                     sources = [t if w else t.roll(call, 0).roll(call, -1) for t, w in turned]
                     kept += [run, sources]
                     found[r].append((sources, list(run(sources))))
-            streams.append(driver.queue)
+            streams.append([*driver.queue, *[Spoil(found[r]), *driver.queue] * (replays - 1)])
         m.setattr(torch, "empty", empty)
         together(streams, seed or 0, turns)
     late.append(space.late())

@@ -20,9 +20,7 @@ from ptx.numbers import FLOATS, SIGNED, UNSIGNED, bits_of
 from ptx.text import Imm, Instruction, Kernel, Label, Mem, Operand, Pair, Reg, Sink, Special, Sym, Unknown, Vec, parse
 
 FLOATING = {"f16", "f16x2", "bf16", "bf16x2", "f32", "f64"}
-IGNORED = re.compile(
-    r"(membar|griddepcontrol|setmaxnreg|prefetch|prefetchu|nanosleep|bar\.warp|pragma|discard|applypriority|createpolicy)\b"
-)
+IGNORED = re.compile(r"(membar|setmaxnreg|prefetch|prefetchu|nanosleep|bar\.warp|pragma|discard|applypriority|createpolicy)\b")
 OPERATORS = {"and": "&", "or": "|", "xor": "^"}
 ONLY_INTEGERS = {"and", "or", "xor", "not", "shl", "shr", "popc", "clz", "brev", "cnot", "sad", "rem"}
 

@@ -10,7 +10,7 @@ import numpy as np
 from ptx import barriers, bulk, products
 from ptx.decode import Program
 from ptx.flight import Work
-from ptx.machine import WARP, Unit
+from ptx.machine import AHEAD, WARP, Unit
 from ptx.memory import CLUSTER_SHIFT, Fault, Region
 from ptx.numbers import UNSIGNED, bits_of, i4, u1, u2, u4, u8
 from ptx.text import Imm, Instruction, Mem, Pair, Sink, Sym, Unknown, Vec
@@ -389,6 +389,21 @@ def map_address(p: Program, ins: Instruction, mods: list[str]) -> Lines:
     return p.put(ins, to, f"{p.bound(mapped)}(u, {p.spread(p.value(at, 'u32'))}, {p.spread(p.value(rank, 'u32'))})", "b32")
 
 
+def follow(u: Unit, mask: Mask, what: str) -> None:
+    machine = u.block.cluster.machine
+    if mask is not None and not mask.any():
+        return
+    if what == "launch_dependents":
+        machine.granted.add(u.block.number)
+    else:
+        u.wait(machine.follows, AHEAD)
+
+
+def dependent(p: Program, ins: Instruction, mods: list[str]) -> Lines:
+    """The leave for the launch behind to begin, which any thread of a block gives; and the wait for the launch ahead."""
+    return [f"{p.bound(follow)}(u, {p.guard(ins)}, {mods[0]!r})"]
+
+
 COMPLEX: dict[str, Callable[[Program, Instruction, list[str]], Lines]] = {
     "ld": load,
     "ldu": load,
@@ -410,6 +425,7 @@ COMPLEX: dict[str, Callable[[Program, Instruction, list[str]], Lines]] = {
     "mbarrier": barriers.mbarrier,
     "bar": barriers.bar,
     "barrier": barriers.bar,
+    "griddepcontrol": dependent,
 }
 WAITS = (
     "bar.sync",
@@ -422,4 +438,5 @@ WAITS = (
     "wgmma",
     "cp.async.bulk.wait",
     "cp.async.wait",
+    "griddepcontrol.wait",
 )

@@ -68,20 +68,34 @@ def machine(ptx: str, grid: Sequence[int], arguments: Sequence[Any], shared_byte
     return Machine(made, grid, given, memory, shared_bytes, how)
 
 
-def together(streams: Sequence[Sequence[Machine]], seed: int, turns: Sequence[int] = (1, 1, 3, 40)) -> None:
-    """Launches of several streams to their end: those of each in order, in turns drawn by lot, of so many rounds, at times."""
+def together(streams: Sequence[Sequence[Any]], seed: int, turns: Sequence[int] = (1, 1, 3, 40)) -> None:
+    """Launches of several streams to their end: those of each in order, in turns drawn by lot, of so many rounds, at times. One
+    that may be early begins as soon as the one ahead lets it."""
     rng = random.Random(seed)
     waiting = [[*launches] for launches in streams]
-    current: list[Iterator[None] | None] = [None] * len(waiting)
-    while any(waiting) or any(current):
-        at = rng.choice([i for i, c in enumerate(current) if c or waiting[i]])
+    running: list[list[tuple[Any, Iterator[None]]]] = [[] for _ in waiting]
+    while any(waiting) or any(running):
+        at = rng.choice([i for i, r in enumerate(running) if r or waiting[i]])
+        mine = running[at]
         for _ in range(rng.choice(turns)):
-            if not current[at]:
-                if not waiting[at]:
-                    break
-                current[at] = waiting[at].pop(0).rounds()
-            if next(current[at], DONE) is DONE:  # pyright: ignore
-                current[at] = None
+            if waiting[at] and _may_begin(waiting[at][0], [launch for launch, _ in mine]):
+                launch = waiting[at].pop(0)
+                if isinstance(launch, Machine):
+                    launch.begin(mine[-1][0] if mine else None)
+                mine.append((launch, launch.rounds()))
+            if not mine:
+                break
+            n = rng.randrange(len(mine)) if len(mine) > 1 else 0
+            if next(mine[n][1], DONE) is DONE:
+                mine.pop(n)
+
+
+def _may_begin(launch: Any, ahead: Sequence[Any]) -> bool:
+    """Tell whether a launch may begin while others of its stream are under way, the last one right ahead of it."""
+    if not ahead:
+        return True
+    early = isinstance(launch, Machine) and launch.early and launch not in ahead
+    return early and isinstance(ahead[-1], Machine) and ahead[-1].grants
 
 
 @cache
@@ -137,6 +151,7 @@ class _Driver:
                 assert len(_types) == LISTED
             self.launched.append((kernel, tuple(arguments)))
             made = machine(kernel.asm["ptx"], (x, y, z), arguments, kernel.metadata.shared, self.how)
+            made.early = self.how.early and bool(kernel.metadata.launch_pdl)
             if self.queue is None:
                 made.run()
             else:

@@ -25,6 +25,7 @@ PARAMETER_BYTES = 1 << 12
 PARTED = -2
 SLICE = 400  # steps that a unit takes before the next one has its turn
 MOST_STEPS = 20_000_000
+AHEAD = "the kernel ahead"
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,7 @@ class How:
         change: what is done to the PTX before.
         resident: blocks that run at a time.
         most_steps: steps after which a launch is taken not to end.
+        early: launches begin before the one ahead of them has ended, where their kernels may (programmatic dependent launch).
     """
 
     apart: bool = False
@@ -49,6 +51,7 @@ class How:
     change: Callable[[str], str] | None = None
     resident: int = 132
     most_steps: int = MOST_STEPS
+    early: bool = False
 
 
 class Deadlock(Exception):  # noqa: N818
@@ -211,6 +214,11 @@ class Machine:
         memory: that the addresses among the arguments lie in.
         shared_bytes: of a block.
         how: see there.
+
+    Attributes:
+        early: it may begin before the launch ahead of it in its stream has ended.
+        ahead: that launch, if it is under way when this one begins.
+        granted: numbers of blocks that let the launch behind begin, or have ended.
     """
 
     def __init__(
@@ -224,6 +232,22 @@ class Machine:
         self.arguments = {n: _bits(a, self.kernel.params[n]) for n, a in zip(self.kernel.params, arguments, strict=True)}
         self.steps = 0
         self.pending: list[Callable[[], None]] = []
+        self.early, self.over = False, False
+        self.ahead: Machine | None = None
+        self.granted: set[tuple[int, int, int]] = set()
+
+    def begin(self, ahead: Machine | None) -> None:
+        """Begin a run behind another launch, perhaps another one of the same."""
+        self.ahead, self.over, self.granted = ahead, False, set()
+
+    def follows(self) -> bool:
+        """Tell whether the launch ahead has ended; not those ahead of that one, which it is to wait for."""
+        return self.ahead is None or self.ahead.over
+
+    @property
+    def grants(self) -> bool:
+        """Tell whether all blocks let the launch behind begin."""
+        return len(self.granted) == self.grid[0] * self.grid[1] * self.grid[2]
 
     def later(self, what: Callable[[], None]) -> None:
         """Something that comes when it comes: at once, or late."""
@@ -256,12 +280,15 @@ class Machine:
             with np.errstate(all="ignore"):
                 for cluster in running:
                     went |= self._step(cluster)
+                self.granted |= {b.number for c in running if not c.units for b in c.blocks}
                 running = [c for c in running if c.units]
-                if not (went or self._belated(running) or self._dissolve(running)):
+                held = any(u.waits is not None and u.waits_for == AHEAD for c in running for u in c.units)
+                if not (went or held or self._belated(running) or self._dissolve(running)):
                     raise Deadlock("\n".join(self._told(u) for c in running for u in c.units))
             yield
         if self.pending:
             raise Fault("the kernel ends before all copies to shared memory have come")
+        self.over = True
 
     def tensor_map(self, address: int) -> Any:
         """The argument for the parameter at an address."""
