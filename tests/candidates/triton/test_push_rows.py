@@ -56,7 +56,7 @@ W4 = "bf16[4,256] @ s4[64,256]^T group=64 -> bf16"
 def test_sums_over_ranks_and_what_follows(line, ranks, name, how):
     """Rows that all ranks get or each its own, in the types of programs, several calls in turns drawn by lot."""
     p = summed(line, ranks, **how)
-    right(plan_for(CANDIDATE, p, H200), ranks, first(p, name), calls=3, seed=len(line))
+    right(plan_for(CANDIDATE, p, H200), ranks, first(p, name), calls=3, seed=len(line), early=True)
 
 
 def test_all_ranks_get_the_same_bits():
@@ -103,14 +103,14 @@ def planted(monkeypatch, name, old, new):
     monkeypatch.setattr(exchange, name, other)
 
 
-def found_wrong(calls, most=12):
+def found_wrong(calls, most=12, **how):
     """Tell whether some order of ranks shows that results are wrong, or that one waits for ever."""
     p = summed(BF16, 2, then="add")
-    return some_order_is_wrong(plan_for(CANDIDATE, p, H200), 2, first(p), calls, most)
+    return some_order_is_wrong(plan_for(CANDIDATE, p, H200), 2, first(p), calls, most, **how)
 
 
 def test_a_kernel_that_does_not_wait_is_found(monkeypatch):
-    planted(monkeypatch, "_wait", "@q ld.acquire", "@w ld.acquire")
+    planted(monkeypatch, "_wait", "@w bra D; mov", "bra D; mov")
     assert found_wrong(calls=2)
 
 
@@ -122,7 +122,7 @@ def test_one_slot_for_all_calls_is_found(monkeypatch):
 
 def test_a_flag_set_by_the_first_block_is_found(monkeypatch):
     planted(monkeypatch, "_arrival", "setp.eq.u32 q, c, 1;", "setp.eq.u32 q, c, 0;")
-    assert found_wrong(calls=2)
+    assert found_wrong(calls=2, turns=(1, 3))
 
 
 def test_a_flag_that_is_never_set_is_found(monkeypatch):
@@ -182,6 +182,11 @@ def test_machine_code_has_flags_for_the_system_and_no_multicast(name):
     assert len(ptx) == 2
     assert ptx[0].count("st.relaxed.sys.global.b32") == 5 and "fence.acq_rel.sys" in ptx[0] and "atom.acq_rel.sys" in ptx[0]
     assert "ld.acquire.sys" in ptx[1]
+    assert "griddepcontrol.launch_dependents" in ptx[0], "the kernel behind begins while sums are stored"
+    ahead, _, behind = ptx[1].partition("ld.acquire.sys")
+    before = ahead.partition("griddepcontrol.wait")[2]
+    assert before.count("ld.global") > 2 and "griddepcontrol" not in before, "residual and epoch are read before the wait"
+    assert "griddepcontrol.launch_dependents" in behind
     assert not any("multimem" in x for x in ptx)
     sass = modules.assembly(texts[0].kernel)
     assert "MEMBAR" in sass and ".SYS" in sass

@@ -75,6 +75,13 @@ def test_tiles_that_are_stored_while_others_are_multiplied(scatter, knobs):
 
 
 @pytest.mark.conformance
+@pytest.mark.parametrize("scatter", [True, False])
+def test_kernels_behind_begin_while_the_product_is_at_work(scatter):
+    p = summed("bf16[256,64] @ bf16[64,64]^T -> bf16", 2, scatter=scatter)
+    right(plan_for(CANDIDATE, p, FEW), 2, point(p), calls=2, seed=2, turns=TURNS, early=True)
+
+
+@pytest.mark.conformance
 def test_all_ranks_get_the_same_bits():
     p = summed("bf16[192,64] @ bf16[64,64]^T -> bf16", 3, then="")
     found = results(plan_for(CANDIDATE, p, FEW), 3, point(p), calls=2, seed=5)

@@ -190,7 +190,7 @@ class ChunkArrival:
         """Rows and columns of each of the arguments."""
         return self.chunks.rows * (self.chunks.ranks if self.of_sums else 1), self.chunks.columns
 
-    def wait(self, t: Text) -> None:
+    def wait(self, t: Text, programs: int) -> None:
         """Write what comes before all waits: the epoch, and this call's slots."""
         c = self.chunks
         begin(t)

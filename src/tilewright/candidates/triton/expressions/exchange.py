@@ -4,14 +4,18 @@ are given beside their own.
 Each rank has memory that all of its group reach, in this order:
 
     own words     epoch: calls that are over; tiles stored; programs that are done; ns to wait for a rank
-    region 0      what rank 0 sends: a flag, and two slots
+    region 0      what rank 0 sends: a line of flags, and two slots
     region 1, …   the same of the others
 
 A call's epoch is the number of calls before it. A product stores its partial sums into its region of every rank that wants
 them, in the slot of the epoch's last bit. The block that stores last sets the flags to epoch + 1 (release, system scope). The
-kernel behind waits until all flags of its rank are there (acquire), adds up the regions in order, and its last program counts
-the call. Numbers are kept in memory, not passed, so that a CUDA graph may be replayed; they count up and are compared by their
-difference, so that they may wrap.
+kernel behind waits until all flags of its rank are there (acquire), and adds up the regions in order. Once all of its programs
+have read the epoch, the call is counted: the next kernel that stores begins when this one has ended. Of a kernel that both
+stores and waits (`runtime/gather.py`) each program has a flag of its own in the line.
+
+Numbers are kept in memory, not passed, so that a CUDA graph may be replayed; they count up and are compared by their
+difference, so that they may wrap. A rank is at most one call ahead of another, so a flag that is there is epoch + 1 or
+epoch + 2; whatever else it holds is of a call before, of this problem or of another that shares the memory.
 
 Two slots suffice. A rank stores for epoch e + 2 when its own kernel for e + 1 has ended. That one saw the flags that every rank
 set in its product for e + 1, which runs behind its kernel for e: nobody reads the slot any more. So all ranks of a group must
@@ -39,7 +43,8 @@ from tilewright.lowering.access import Access
 from tilewright.schedule.candidate import Runner, Schedule
 from tilewright.sizes import next_power_of_2
 
-LINE = 128  # bytes: what a flag has to itself
+LINE = 128  # bytes: what a rank's flags have to themselves
+FLAGS = LINE // 4
 LEAST_SLOT = 1 << 12  # bytes
 EPOCH, STORED, DONE, LIMIT = 0, 4, 8, 16  # places of the own words, in bytes
 OWN, LATE = "own", "late"  # names of arguments: the own words, and a word that the host reads
@@ -110,11 +115,13 @@ class Push:
         exchange: the memory.
         rows: rows of the result that each rank wants, of all of them in turn; 0 where each wants all.
         arrivals: tiles that are stored in a call.
+        grants: the kernel behind may be launched while tiles are stored (programmatic dependent launch).
     """
 
     exchange: Exchange
     rows: int
     arrivals: int = 0
+    grants: bool = False
 
     @property
     def names(self) -> list[str]:
@@ -128,6 +135,8 @@ class Push:
     def store(self, emitter: Emitter, access: Access) -> None:
         """Write the store of a tile, and the flags behind the last one."""
         t, tile = emitter.text, emitter.tile
+        if self.grants:
+            statement(t, "griddepcontrol.launch_dependents; mov.b32 $0, 0;", "", [])
         epoch = t.v(f"{t.language}.load({OWN})")
         slot, value = t.v(self.exchange.slot_of(epoch, access.root.dtype)), emitter.value(access)
         for rank, name in enumerate(self.names[1:]):
@@ -160,17 +169,18 @@ class Arrival:
     KINDS: ClassVar[dict[str, str]] = {OWN: "*i32", LATE: "*i32"}
     by_rows: ClassVar[bool] = False
 
-    def wait(self, t: Text) -> None:
-        """Write the wait, and point the arguments for the regions to this call's slots."""
+    def wait(self, t: Text, programs: int) -> None:
+        """Write the wait, and point the arguments for the regions to this call's slots. The call is counted while others' sums
+        travel: the product has ended, and every program knows the epoch when the last one counts."""
         t.do(f"epoch = {t.language}.load({OWN})")
-        _told(t, _wait(self), [OWN, LATE], "epoch")
+        end_statement(t, programs)
+        wait_statement(t, self.exchange)
         t.do(f"slot = {self.exchange.slot_of('epoch', self.dtype)}")
         for name in self.pointers:
             t.do(f"{name} += slot")
 
     def end(self, t: Text, programs: int) -> None:
-        """Write what counts the call, where the last of so many programs is done."""
-        end_statement(t, programs)
+        """Write nothing: the call is counted."""
 
 
 @runtime_checkable
@@ -201,12 +211,13 @@ class Waits(Protocol):
     @property
     def pointers(self) -> tuple[str, ...]: ...
 
-    def wait(self, t: Text) -> None:
-        """Write the wait for all, or what comes before all waits, and point the arguments to this call's slots."""
+    def wait(self, t: Text, programs: int) -> None:
+        """Write the wait of so many programs for all, or what comes before all waits, and point the arguments to this call's
+        slots."""
         ...
 
     def end(self, t: Text, programs: int) -> None:
-        """Write what counts the call, where the last of so many programs is done."""
+        """Write what counts the call, where the last of so many programs is done, if it is not counted yet."""
         ...
 
 
@@ -285,6 +296,17 @@ def _told(t: Text, asm: str, addresses: Sequence[str], epoch: str) -> None:
     statement(t, asm, "r" + "l" * len(addresses), [epoch, *(f"{a}.to({t.language}.int64)" for a in addresses)])
 
 
+def tell_statement(t: Text, flags: Sequence[str]) -> None:
+    """Write what sets a flag with each rank, once all threads of the block have stored."""
+    first = "{ .reg .pred q; .reg .b32 t; barrier.sync 0; mov.u32 t, %tid.x; setp.eq.u32 q, t, 0; "
+    _told(t, f"{first}{_flags(2, len(flags))}", flags, "epoch")
+
+
+def wait_statement(t: Text, exchange: Exchange, flag: str = "0") -> None:
+    """Write the wait for a flag of each rank, that of this number in its line."""
+    _told(t, _wait(exchange), [OWN, LATE, f"({OWN} + ({LINE // 4} + {flag}))"], "epoch")
+
+
 def end_statement(t: Text, programs: int, before: str = "") -> None:
     """Write what counts a call, where the last of so many programs is done; `before`: what that one's first thread does, where
     `q` holds."""
@@ -293,23 +315,28 @@ def end_statement(t: Text, programs: int, before: str = "") -> None:
 
 def _arrival(push: Push) -> str:
     """$2 own words, $3 and on the regions. The threads of a block meet; the first one counts the tile."""
-    flags = " ".join(f"@q st.relaxed.sys.global.b32 [${3 + i}], t;" for i in range(push.exchange.ranks))
     return (
         "{ .reg .pred q; .reg .b32 t, c; barrier.sync 0; mov.u32 t, %tid.x; setp.eq.u32 q, t, 0; mov.b32 c, -1; "
         f"@q atom.acq_rel.sys.global.add.u32 c, [$2+{STORED}], 1; setp.eq.u32 q, c, {push.arrivals - 1}; "
-        f"@q st.relaxed.sys.global.b32 [$2+{STORED}], 0; add.s32 t, $1, 1; @q fence.acq_rel.sys; {flags} mov.b32 $0, 0; }}"
+        f"@q st.relaxed.sys.global.b32 [$2+{STORED}], 0; {_flags(3, push.exchange.ranks)}"
     )
 
 
-def _wait(arrival: Arrival) -> str:
-    """$2 own words, $3 the host's word. Each of the first threads waits for one rank, and then all meet."""
-    e = arrival.exchange
+def _flags(first: int, count: int) -> str:
+    """The end of a statement, in which the thread where `q` holds sets the flags at so many operands from a first one on."""
+    flags = " ".join(f"@q st.relaxed.sys.global.b32 [${first + i}], t;" for i in range(count))
+    return f"add.s32 t, $1, 1; @q fence.acq_rel.sys; {flags} mov.b32 $0, 0; }}"
+
+
+def _wait(exchange: Exchange) -> str:
+    """$2 own words, $3 the host's word, $4 the first rank's flag. Each of the first threads waits for one rank, and then all
+    meet."""
     return (
         "{ .reg .pred q, w; .reg .b32 t, f, v; .reg .b64 a, x, y, z; mov.u32 t, %tid.x; "
-        f"ld.global.b64 z, [$2+{LIMIT}]; "
-        f"setp.lt.u32 q, t, {e.ranks}; mad.wide.u32 a, t, {e.region_bytes}, $2; mov.u64 x, %globaltimer; add.s32 v, $1, 1; "
-        f"L: mov.b32 f, v; @q ld.acquire.sys.global.b32 f, [a+{LINE}]; sub.s32 f, f, v; setp.ge.s32 w, f, 0; @w bra D; "
-        f"mov.u64 y, %globaltimer; sub.s64 y, y, x; setp.lt.s64 w, y, z; @w bra L; "
+        f"ld.global.b64 z, [$2+{LIMIT}]; setp.lt.u32 q, t, {exchange.ranks}; "
+        f"mad.wide.u32 a, t, {exchange.region_bytes}, $4; mov.u64 x, %globaltimer; add.s32 v, $1, 1; "
+        "L: mov.b32 f, v; @q ld.acquire.sys.global.b32 f, [a]; sub.s32 f, f, v; setp.lt.u32 w, f, 2; @w bra D; "
+        "mov.u64 y, %globaltimer; sub.s64 y, y, x; setp.lt.s64 w, y, z; @w bra L; "
         "add.s32 t, t, 1; st.relaxed.sys.global.b32 [$3], t; D: barrier.sync 0; mov.b32 $0, 0; }"
     )
 

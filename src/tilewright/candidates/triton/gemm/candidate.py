@@ -120,6 +120,7 @@ class Plan:
 
     def pushed(self, schedule: Schedule, push: Push) -> Running:
         """A function that gives the runner of a point whose store goes there."""
+        push = replace(push, grants=self.arch.capability == 90)
         spec, dtype = replace(self.spec_of(schedule), push=push), self.problem.outputs[0].dtype
         built = self.machine_code(spec)
         return lambda weights, memory: self.runner(spec, built, weights, push.exchange.sent(memory, dtype))

@@ -103,7 +103,7 @@ def kernel_text(several: Sequence[Tiles], fp8: frozenset[str], arrival: Waits | 
     by_rows = arrival if isinstance(arrival, WaitsByRows) else None
     dependent = any(tiles.dependent_launch for tiles in several) or by_rows is not None
     if by_rows is not None:
-        by_rows.wait(text)
+        by_rows.wait(text, programs)
         text.do("seen = tl.program_id(0) * 0 - 1")
         each = max(total // (TAKEN_BY_EACH * programs), 1)
         by_rows.take(text)
@@ -113,14 +113,16 @@ def kernel_text(several: Sequence[Tiles], fp8: frozenset[str], arrival: Waits | 
             by_rows.take(text)
         text.do("gdc_launch_dependents()")  # what is launched early would take room from a rank that is waited for
     else:
-        if arrival is not None:  # likewise
+        once = arrival if len(several) == 1 else None
+        if once is None:
+            if arrival is not None:
+                if dependent:
+                    text.do("gdc_wait()")
+                arrival.wait(text, total)  # before what is launched early, which would take room from a rank that is waited for
             if dependent:
-                text.do("gdc_wait()")
-            arrival.wait(text)
-        if dependent:
-            text.do("gdc_launch_dependents()")
+                text.do("gdc_launch_dependents()")
         text.do(f"program = {text.extent(total - 1)} - tl.program_id(0)")  # what the kernel ahead wrote last is in the cache
-        _nests(text, several, read, fp8)
+        _nests(text, several, read, fp8, once)
     if arrival is not None:
         arrival.end(text, programs or total)
     imports = f"{IMPORTS}{DEPENDENT_LAUNCH if dependent else ''}"
@@ -130,25 +132,26 @@ def kernel_text(several: Sequence[Tiles], fp8: frozenset[str], arrival: Waits | 
 
 
 def _nests(
-    text: Text, several: Sequence[Tiles], read: Sequence[int], fp8: frozenset[str], arrival: WaitsByRows | None = None
+    text: Text, several: Sequence[Tiles], read: Sequence[int], fp8: frozenset[str], arrival: Waits | None = None
 ) -> None:
-    """The work of a program, on one of the nests."""
+    """The work of a program, on one of the nests; `arrival`: waits within it, of a single nest if not by rows."""
     first = 0
     for i, tiles in enumerate(several):
         not_before = f" and program >= {text.extent(first)}" if i else ""
         inside = f"if program < {text.extent(first + tiles.grid)}{not_before}:" if len(several) > 1 else ""
         with text.block(inside) if inside else nullcontext():
             program = text.v(f"program - {text.extent(first)}") if i else "program"
-            if arrival is not None:
+            once = None if isinstance(arrival, WaitsByRows) else arrival
+            if isinstance(arrival, WaitsByRows):
                 program = _wait(text, tiles, program, read, arrival)
-            _Rows(text, tiles, program, str(i), read, fp8).write()
+            _Rows(text, tiles, program, str(i), read, fp8).write(once)
         first += tiles.grid
 
 
 def _wait(text: Text, tiles: Tiles, program: str, read: Sequence[int], arrival: WaitsByRows) -> str:
     """The wait of a nest's program: for its own rows, where it reads what is sent row by row; else for all of them. Gives the
     program's number, in an order in which what comes first is read first."""
-    r, sent = tiles.nest, {read[int(name[1:])] for name in arrival.pointers}
+    r, sent = tiles.nest, _sent(read, arrival)
     leaves = [n for n in r.nodes if isinstance(n.op, Param) and r.sources[n.op.index] in sent]
     if not leaves:
         return program
@@ -160,6 +163,11 @@ def _wait(text: Text, tiles: Tiles, program: str, read: Sequence[int], arrival: 
     row = text.v(program if tiles.pieces == 1 else f"{program} // {tiles.pieces}")
     arrival.wait_for(text, text.v(f"{row} * {tiles.tile_m}"), tiles.tile_m)
     return program
+
+
+def _sent(read: Sequence[int], arrival: Waits) -> set[int]:
+    """The sources that other ranks send."""
+    return {read[int(name[1:])] for name in arrival.pointers}
 
 
 def _row_by_row(place: AccessMap, rows: int, columns: int) -> bool:
@@ -224,14 +232,25 @@ class _Rows(Emitter):
         self._split: dict[str, tuple[str, str]] = {}  # pairs that were read, by the name of both
         self.look_at(r.roots)
         self._done: list[dict[Node, str]] = [{} for _ in here[1]]
+        self._read = read
 
-    def write(self) -> None:
-        """Every value, and the stores of the results."""
-        r, early = self._nest, self._tiles.early
+    def write(self, arrival: Waits | None = None) -> None:
+        """Every value, and the stores of the results. `arrival`: the one wait for what other ranks send, before which all else
+        is read."""
+        r, early = self._nest, list(self._tiles.early)
         for n in early:
             self._work_out(n)
         if self._tiles.dependent_launch:
             self.text.do("gdc_wait()")
+        if arrival is not None:
+            sent = _sent(self._read, arrival)
+            own = [n for n in r.nodes if isinstance(n.op, Param) and n not in early and r.sources[n.op.index] not in sent]
+            for n in own:
+                self._work_out(n)
+            early += own
+            arrival.wait(self.text, self._tiles.grid)
+            if self._tiles.dependent_launch:  # no sooner: what is launched would take room from a rank that is waited for
+                self.text.do("gdc_launch_dependents()")
         for n in r.nodes:
             if n not in early:
                 self._work_out(n)
