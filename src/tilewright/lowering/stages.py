@@ -18,10 +18,12 @@ class Stage:
     Attributes:
         what: a problem of this rank alone, or an operation between ranks over a stand-in.
         places: for each of its sources the index among the gemm's sources and, behind them, the results of earlier stages.
+        results: the same for its results.
     """
 
     what: AnyProblem | Node
     places: tuple[int, ...]
+    results: tuple[int, ...]
 
 
 class Stages:
@@ -93,8 +95,9 @@ class Stages:
         return acc if any(n in stand_in.values() for n in nodes) else root
 
     def _add(self, what: AnyProblem | Node, places: Sequence[int], types: Sequence[object]) -> list[Node]:
-        self.stages.append(Stage(what, tuple(places)))
-        made = [Node(Param(len(self.values) + i, t)) for i, t in enumerate(types)]  # type: ignore[arg-type]
+        results = range(len(self.values), len(self.values) + len(types))
+        self.stages.append(Stage(what, tuple(places), tuple(results)))
+        made = [Node(Param(i, t)) for i, t in zip(results, types, strict=True)]  # type: ignore[arg-type]
         self.values += made
         return made
 
