@@ -162,7 +162,7 @@ def test_what_is_compiled_first_is_chosen_first(monkeypatch):
 
 
 def test_pieces_that_are_still_compiled_come_later_or_not_at_all(monkeypatch):
-    """What is taken apart is chosen behind what is not; where there is little time, it is not taken apart then."""
+    """Problems that are taken apart are chosen behind those that are not; with little time they are not taken apart."""
     lines = ("f32[8,16] @ f32[16,8] + bias, gelu -> f32", "f32[8,24] @ f32[24,8] -> f32")
     apart, plain = problems = [problem_of(parse(line).outputs[0]) for line in lines]
     target, go_on, began, given = replace(detect("cpu"), kind="cuda"), threading.Event(), threading.Event(), {}

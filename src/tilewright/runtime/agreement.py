@@ -485,7 +485,7 @@ class _Checked:
     worked_out: Callable[[float], Expected]
 
     def expected_of(self, roundoff: float) -> Expected:
-        """What a kernel must give whose sums keep fewer bits than their type has, for which it is worked out once."""
+        """The right results for a kernel whose sums keep fewer bits than their type has; worked out once for each roundoff."""
         if roundoff not in self.expected:
             self.expected[roundoff] = self.worked_out(roundoff)
         return self.expected[roundoff]
