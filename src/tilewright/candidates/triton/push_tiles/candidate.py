@@ -1,7 +1,8 @@
 """A product of many rows whose sums ranks add up: Hopper's persistent kernel stores each tile into the memory of the rank that
 owns its rows, while it multiplies the next one. A kernel behind waits for the tiles of all ranks a chunk of rows at a time,
 adds them up in the order of ranks with one rounding, and does what follows. Where all ranks want the sums (`all_reduce`), a
-kernel between both adds them up and stores them into the memory of all. Results are the same bits on every rank and run.
+kernel between both adds them up and stores them into the memory of all (two shots); or tiles go to all ranks, each of which
+adds up all rows (one shot), which between two ranks sends no more bytes. Results are the same bits on every rank and run.
 
 What lies where, and who waits for what: `expressions/chunks.py`.
 """
@@ -45,6 +46,8 @@ TRIED = 3  # tiles that are offered with each way
 # up have room on an SM that the product leaves; the others begin when it ends.
 SCATTERED = ((4, 0, 0), (2, 0, 0), (4, 8, 0))
 SPREAD = ((4, 16, 192), (4, 0, 132), (8, 16, 192), (4, 32, 228))
+SHARED = ((4, 0, 0), (8, 8, 0), (2, 0, 0))
+MOST_SENT = 1 << 22  # bytes that a rank sends in one shot beside those of two: what they take is what a kernel less saves
 
 
 @dataclass(frozen=True)
@@ -54,7 +57,7 @@ class Way:
     Attributes:
         chunks: parts of a rank's rows, at most, of which its kernels behind learn one by one.
         spare: SMs on which the product does not run.
-        adders: programs that add up, where all ranks want the sums.
+        adders: programs that add up, where all ranks want the sums; 0: none, each rank adds up what all ranks send to it.
     """
 
     chunks: int
@@ -63,37 +66,64 @@ class Way:
 
 
 @dataclass(frozen=True)
+class Form:
+    """The kernels on both sides of what travels.
+
+    Attributes:
+        gemm: the product in Hopper's terms, the rows that a rank owns a matrix of the batch.
+        tail: the kernel behind.
+    """
+
+    gemm: HopperGemm
+    tail: Tail
+
+
+@dataclass(frozen=True)
 class Plan(Undivided):
     """A product, the ranks that own its rows, and what follows.
 
     Attributes:
         summed: the problem, apart.
-        gemm: the product in Hopper's terms, the rows of each rank a matrix of the batch.
-        tail: the kernel behind.
+        owned: where each rank owns some of the rows.
+        shared: where each owns all of them; None where more bytes travel so than are worth it.
     """
 
     summed: Summed
-    gemm: HopperGemm
-    tail: Tail
+    owned: Form
+    shared: Form | None = None
 
-    @property
+    @cached_property
     def ways(self) -> list[Way]:
         """The ways, the most promising first."""
-        return [Way(*w) for w in (SPREAD if self.spread else SCATTERED)]
+        if not self.spread:
+            return [Way(*w) for w in SCATTERED]
+        return [Way(*w) for w in (*(SHARED if self.shared else ()), *SPREAD)]
 
     @property
     def spread(self) -> bool:
         """All ranks want the sums."""
         return isinstance(self.summed.op, AllReduce)
 
-    @cached_property
-    def tiles(self) -> dict[int, list[TileConfig]]:
-        """The most promising tiles, by the number of SMs that are left to others."""
-        return {spare: self._tiles(spare) for spare in dict.fromkeys(w.spare for w in self.ways)}
+    def form(self, way: Way) -> Form:
+        """The kernels of a way."""
+        if not self.spread or way.adders:
+            return self.owned
+        assert self.shared is not None
+        return self.shared
 
-    def _tiles(self, spare: int) -> list[TileConfig]:
-        cores = self.gemm.target.cores
-        own = replace(self.gemm, target=replace(self.gemm.target, cores=max(cores - spare, cores // 2, 2)))
+    @cached_property
+    def tiles(self) -> dict[Way, list[TileConfig]]:
+        """The most promising tiles of each way: those of the SMs that the product does not leave to others."""
+        found: dict[tuple[bool, int], list[TileConfig]] = {}
+        for way in self.ways:
+            key = self.form(way) is self.owned, way.spare
+            if key not in found:
+                found[key] = self._tiles(self.form(way).gemm, way.spare)
+        return {way: found[self.form(way) is self.owned, way.spare] for way in self.ways}
+
+    def _tiles(self, gemm: HopperGemm, spare: int) -> list[TileConfig]:
+        cores = gemm.target.cores
+        own = replace(gemm, target=replace(gemm.target, cores=max(cores - spare, cores // 2, 2)))
         found = (t for t in tile_configs(own) if not (t.multicast or t.stream_k) and t.split_k == 1)
         first: dict[tuple[int, int, bool], TileConfig] = {}  # those that differ in more than how registers are stored
         for t in found:
@@ -102,30 +132,31 @@ class Plan(Undivided):
 
     def schedules(self) -> Sequence[Schedule]:
         """The points: the first tile of all ways, then the next, with the first point of the kernel behind."""
-        behind = next(iter(self.tail.plan.schedules()))
         bits = {"acc_bits": SHORT_SUM_BITS} if self._short_sums else {}
         found: dict[Schedule, None] = {}
         for rank, way in product(range(TRIED), self.ways):
-            for tile in self.tiles[way.spare][rank : rank + 1]:
+            tail = self.form(way).tail
+            for tile in self.tiles[way][rank : rank + 1]:
                 chunks = self.chunks(tile, way).count  # no more than there are rows of tiles
                 own = Schedule.of_point(tile, **vars(replace(way, chunks=chunks)), **bits)
-                found[joined(Schedule(), [(PRODUCT, own), (self.tail.name, behind)])] = None
+                found[joined(Schedule(), [(PRODUCT, own), (tail.name, next(iter(tail.plan.schedules())))])] = None
         return [*found]
 
     @property
     def _short_sums(self) -> bool:
-        return Hopper(self.gemm).short_sums
+        return Hopper(self.owned.gemm).short_sums
 
     def chunks(self, tile: TileConfig, way: Way) -> Chunks:
         """The memory of a point: chunks of whole tiles."""
-        rows = -(-self.gemm.M // tile.tile_m)
-        each = max(-(-rows // way.chunks), -(-rows // MOST_CHUNKS))
-        dtype = self.summed.between.dtype
-        return Chunks(self.gemm.batch, self.gemm.M, self.gemm.N, dtype, each * tile.tile_m, self.spread)
+        form, dtype = self.form(way), self.summed.between.dtype
+        rows = -(-form.gemm.M // tile.tile_m)
+        each = max(-(-rows // way.chunks), -(-rows // MOST_CHUNKS)) * tile.tile_m
+        owned = form is self.owned
+        return Chunks(self.summed.op.ranks, form.gemm.M, form.gemm.N, dtype, each, self.spread and owned, not owned)
 
     def spec(self, tile: TileConfig, way: Way) -> KernelSpec:
         """The product's kernel, whose store goes to owners of rows."""
-        plain, chunks = spec_of(self.gemm, tile), self.chunks(tile, way)
+        plain, chunks = spec_of(self.form(way).gemm, tile), self.chunks(tile, way)
         (store,) = plain.stores
         rows, columns = plain.config.rows, store.columns
         size = chunks.dtype.size_bytes(1)
@@ -141,12 +172,12 @@ class Plan(Undivided):
     def steps(self, schedule: Schedule) -> Callable[[Mapping[int, torch.Tensor], Symmetric], list[Runner]]:
         """A function that gives the runners of all kernels in turn, each of all sources; the last one has the results."""
         (_, point), (_, behind) = chosen_of(schedule)
-        tile, way, target = point.point(TileConfig), point.point(Way), self.gemm.target
-        spec, chunks, tail = self.spec(tile, way), self.chunks(tile, way), self.tail
-        built, adders = compiled(spec), Adders(chunks, way.adders, target) if self.spread else None
+        tile, way, target = point.point(TileConfig), point.point(Way), self.summed.target
+        spec, chunks, tail = self.spec(tile, way), self.chunks(tile, way), self.form(way).tail
+        built, adders = compiled(spec), Adders(chunks, way.adders, target) if chunks.spread else None
         if adders is not None:
             adders.build()
-        follow = tail.plan.awaiting(behind, Inbox(chunks, self.spread), tail.partials)
+        follow = tail.plan.awaiting(behind, Inbox(chunks, chunks.spread), tail.partials)
         places, tail_places = self.summed.places, [tail.places.get(i, 0) for i in range(tail.count)]
 
         def made(weights: Mapping[int, torch.Tensor], memory: Symmetric) -> list[Runner]:
@@ -164,7 +195,7 @@ class Plan(Undivided):
     def build(self, schedule: Schedule) -> Kernel:
         (_, point), _ = chosen_of(schedule)
         tile, way = point.point(TileConfig), point.point(Way)
-        own, spec, steps, size = Hopper(self.gemm), self.spec(tile, way), self.steps(schedule), self.chunks(tile, way).bytes
+        form, spec, steps, size = self.form(way), self.spec(tile, way), self.steps(schedule), self.chunks(tile, way).bytes
 
         def prepare(weights: Mapping[int, torch.Tensor]) -> Runner:
             *first, last = steps(weights, team().symmetric(self.summed.op.over, size))
@@ -180,9 +211,9 @@ class Plan(Undivided):
             CANDIDATE.name,
             schedule,
             prepare,
-            packed_bytes=own.packing(spec)[0],
-            roundoff=SHORT_SUM_ROUNDOFF if own.short_sums else 0.0,
-            parts=(("gemm", PRODUCT), ("fusion", self.tail.name)),
+            packed_bytes=Hopper(form.gemm).packing(spec)[0],
+            roundoff=SHORT_SUM_ROUNDOFF if self._short_sums else 0.0,
+            parts=(("gemm", PRODUCT), ("fusion", form.tail.name)),
             **vars(needs(compiled(spec).kernel)),
         )
 
@@ -200,8 +231,12 @@ def plan(problem: Problem, target: Target) -> Plan:
         raise Unsupported(
             f"{rows} rows for {op.ranks} ranks: {FEWEST_ROWS} and more, shared out evenly among up to {MOST_RANKS}"
         )
-    gemm = by_owner(plan_of(found.local, target), op.ranks)
-    whole = Plan(found, gemm, found.tail(summed=isinstance(op, AllReduce)))
+    gemm, spread = plan_of(found.local, target), isinstance(op, AllReduce)
+    owned, shared = Form(by_owner(gemm, op.ranks), found.tail(summed=spread)), None
+    further = (op.ranks - 1) * (op.ranks - 2) * found.between.tensor.size_bytes // op.ranks  # bytes, if all are sent all
+    if spread and further <= MOST_SENT and 2 * op.ranks * gemm.M * gemm.N < 1 << 31:
+        shared = Form(by_owner(gemm, 1), found.tail())
+    whole = Plan(found, owned, shared)
     if not any(whole.tiles.values()):
         raise Unsupported("no tile fits shared memory")
     return whole

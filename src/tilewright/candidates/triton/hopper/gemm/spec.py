@@ -56,6 +56,7 @@ class KernelConfig(TileConfig):
     consumer_registers: int  # of a thread, of 64K in all
     producer_registers: int  # of a thread of the warp that loads: more where words are asked for as well
     owners: int = 0  # ranks into whose memory tiles go, each of which owns the rows of a matrix of the batch; 0: they stay here
+    copies: int = 1  # ranks to which each tile goes: all, where there is one owner, which stands for every rank
     owner_m: int = 0  # tile rows of each
     owner_n: int = 0  # tiles of each of them
     chunk_m: int = 0  # tile rows that an owner is told of at once
@@ -172,7 +173,8 @@ class KernelSpec:
         plan, tile: see there.
         acc: type of the sums.
         stores: the results.
-        chunks: the memory of ranks into which the one store goes, if it does: rows of each matrix of the batch are a rank's.
+        chunks: the memory of ranks into which the one store goes, if it does: rows of each matrix of the batch are a rank's,
+            or those of the only one all ranks'.
     """
 
     plan: HopperGemm
@@ -216,7 +218,8 @@ class KernelSpec:
         }
         if self.chunks is not None:
             constants |= {
-                "owners": self.chunks.ranks,
+                "owners": 1 if self.chunks.shared else self.chunks.ranks,
+                "copies": self.chunks.ranks if self.chunks.shared else 1,
                 "owner_m": -(-plan.M // tile.tile_m),
                 "owner_n": -(-plan.N // tile.tile_n),
                 "chunk_m": self.chunks.chunk // tile.tile_m,
