@@ -22,10 +22,13 @@ from tilewright.candidates.triton.expressions.chunks import Chunks
 from tilewright.candidates.triton.hopper.gemm import epilogue
 from tilewright.candidates.triton.hopper.gemm.run import compiled
 from tilewright.candidates.triton.hopper.gemm.tile import TileConfig
+from tilewright.candidates.triton.push_tiles import timeline
 from tilewright.candidates.triton.push_tiles.candidate import CANDIDATE, Way
 from tilewright.candidates.triton.push_tiles.sums import Adders
+from tilewright.candidates.triton.push_tiles.timeline import expected_us
 from tilewright.candidates.triton.runtime.module import assembly, needs
 from tilewright.dtype import BF16 as BF16_TYPE
+from tilewright.hardware.target import PeerLink
 from tilewright.schedule.candidate import Schedule, plan_for, refusal
 
 LIMIT_S = 4e-4  # to wait for a rank: of the machine, whose clock counts steps
@@ -36,9 +39,9 @@ BF16 = "bf16[128,64] @ bf16[128,64]^T -> bf16"
 FORMS = {"scattered": (True, 0), "two shots": (False, 2), "one shot": (False, 0)}  # whether rows are shared out; adders
 
 
-def point(problem, chunks=2, blocks=2, adders=2, **knobs):
+def point(problem, chunks=2, blocks=2, adders=2, paced=False, **knobs):
     """A small tile, with the first kernel behind."""
-    plan, way = plan_for(CANDIDATE, problem, FEW), Way(chunks, 0, adders)
+    plan, way = plan_for(CANDIDATE, problem, FEW), Way(chunks, 0, adders, paced)
     form = plan.form(way)
     tile = TileConfig(64, 64, form.gemm.tile_k, 3, 16, False, False, False, False, blocks, 0)
     own = Schedule.of_point(dataclasses.replace(tile, **knobs), **vars(way))
@@ -72,11 +75,19 @@ def test_sums_over_ranks_and_what_follows(line, ranks, how, knobs):
 
 @pytest.mark.thin(3)
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("knobs", [{"pingpong": True}, {"tile_m": 128, "tile_n": 128, "deferred_store": True}])
-def test_tiles_that_are_stored_while_others_are_multiplied(form, knobs):
-    """Two warpgroups in turns, and results that wait in registers; what is under way ends as late as it may."""
+@pytest.mark.parametrize(
+    ("k", "knobs"),
+    [
+        (128, {"pingpong": True}),
+        (128, {"tile_m": 128, "tile_n": 128, "deferred_store": True}),
+        (320, {"tile_m": 128, "tile_n": 128, "deferred_store": True, "paced": True}),
+    ],
+)
+def test_tiles_that_are_stored_while_others_are_multiplied(form, k, knobs):
+    """Two warpgroups in turns, and results that wait in registers, and leave behind the next tile's first steps or spread over
+    all five; what is under way ends as late as it may."""
     scatter, adders = FORMS[form]
-    p = summed("bf16[192,128] @ bf16[256,128]^T -> bf16", 2, scatter=scatter, then="")
+    p = summed(f"bf16[192,{k}] @ bf16[256,{k}]^T -> bf16", 2, scatter=scatter, then="")
     right(plan_for(CANDIDATE, p, FEW), 2, point(p, blocks=1, adders=adders, **knobs), seed=1, late=True)
 
 
@@ -260,3 +271,39 @@ def test_all_rows_go_to_all_ranks_where_few_more_bytes_travel_so():
     assert shots("bf16[4096,4096] @ bf16[8192,4096]^T -> bf16", 2) == {1, 2}
     assert shots("bf16[128,2048] @ bf16[8192,2048]^T -> bf16", 4) == {1, 2}
     assert shots("bf16[512,2048] @ bf16[8192,2048]^T -> bf16", 4) == {2}
+
+
+def expected(rows, scatter, tile, way, ranks=2):
+    """The time expected of a layer of Llama's in bf16 by a tile and a way."""
+    k = 8192 // ranks
+    plan = plan_for(CANDIDATE, summed(f"bf16[{rows},{k}] @ bf16[8192,{k}]^T -> bf16", ranks, scatter=scatter, then=""), H200)
+    found = next(t for t in plan._tiles(plan.form(way).gemm, way.spare) if (t.tile_m, t.tile_n) == tile)
+    return expected_us(plan.spec(found, way), way.adders)
+
+
+@pytest.mark.parametrize(
+    ("rows", "scatter", "way", "measured"),
+    [
+        (512, True, Way(2, 0, 0), 67),
+        (512, False, Way(4, 0, 132), 87),
+        (4096, True, Way(4, 0, 0), 440),
+        (4096, False, Way(4, 16, 192), 490),
+    ],
+)
+def test_what_was_measured_on_two_gpus_is_about_what_is_expected(rows, scatter, way, measured):
+    assert 0.85 * measured < expected(rows, scatter, (128, 256), way) < 1.05 * measured
+
+
+def test_a_timeline_worked_out_by_hand(monkeypatch):
+    """Two rounds of tiles, the first one's chunk with the others while the second is multiplied. 4 µs until the kernel begins,
+    10 µs a round, a link of a byte a nanosecond, no memory: times are those of the product and the link alone."""
+    p = summed("bf16[256,64] @ bf16[64,64]^T -> bf16", 2, then="")
+    plan, at = plan_for(CANDIDATE, p, FEW), chosen_of(point(p, adders=0))[0][1]
+    chip = dataclasses.replace(FEW.chip, links=(PeerLink("a link", 1.25, "nobody"),))
+    gemm = dataclasses.replace(plan.form(at.point(Way)).gemm, target=dataclasses.replace(FEW, chip=chip))
+    spec = dataclasses.replace(plan.spec(at.point(TileConfig), at.point(Way)), plan=gemm)
+    monkeypatch.setattr(timeline, "predict_us", lambda work, target: 24.0)
+    monkeypatch.setattr(timeline, "memory_us", lambda size, target: 1e-9 * size)
+    # A chunk of two tiles has 16,384 bytes, 16.384 µs of the link. The first is there 16.384 µs behind the first round, the
+    # second as long behind that.
+    assert timeline.expected_us(spec, 0) == pytest.approx(14 + 2 * 16.384 + 2, abs=0.01)

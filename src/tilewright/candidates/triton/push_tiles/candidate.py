@@ -10,6 +10,7 @@ What lies where, and who waits for what: `expressions/chunks.py`.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -29,6 +30,7 @@ from tilewright.candidates.triton.hopper.gemm.tile import TileConfig
 from tilewright.candidates.triton.hopper.gemm.tma import ALIGNED, TmaView
 from tilewright.candidates.triton.push_rows.summed import Summed, Tail, Undivided, summed
 from tilewright.candidates.triton.push_tiles.sums import Adders
+from tilewright.candidates.triton.push_tiles.timeline import BUFFERS, expected_us
 from tilewright.candidates.triton.runtime.module import needs
 from tilewright.hardware.target import Target
 from tilewright.ir.mesh import Symmetric, team
@@ -40,13 +42,13 @@ from tilewright.schedule.problem import Problem
 FEWEST_ROWS = 65
 MOST_RANKS = 16
 PRODUCT = "hopper"
-TRIED = 3  # tiles that are offered with each way
-# Chunks of a rank's rows, SMs that the product leaves to kernels behind, and programs that add up for all ranks, best guess
-# first. Where the sums stay with their owners, kernels behind have little to do before the product ends. Four programs that add
-# up have room on an SM that the product leaves; the others begin when it ends.
-SCATTERED = ((4, 0, 0), (2, 0, 0), (4, 8, 0))
-SPREAD = ((4, 16, 192), (4, 0, 132), (8, 16, 192), (4, 32, 228))
-SHARED = ((4, 0, 0), (8, 8, 0), (2, 0, 0))
+TILES, POINTS = 6, 8  # tiles that are looked at with each way, and points that are offered
+LATER = 0.03  # longer for each earlier point of a tile: what tiles differ in is better known
+# Chunks of a rank's rows, SMs that the product leaves to kernels behind, and programs that add up for all ranks. Large tiles of
+# even extents leave four SMs in any case: rounds of 128 are as many as those of 132. Smaller chunks are done earlier; blocks at
+# work share less of the operands. Programs that add up fill the SMs that the product leaves, and the others when it ends.
+ALONE = tuple((chunks, spare, 0) for chunks in (4, 2, 8) for spare in (0, 4))
+SPREAD = tuple((chunks, spare, 192) for chunks in (4, 8, 16) for spare in (0, 4, 16))
 MOST_SENT = 1 << 22  # bytes that a rank sends in one shot beside those of two: what they take is what a kernel less saves
 
 
@@ -56,13 +58,16 @@ class Way:
 
     Attributes:
         chunks: parts of a rank's rows, at most, of which its kernels behind learn one by one.
-        spare: SMs on which the product does not run.
+        spare: SMs on which the product does not run, as `blocks` of the tile says.
         adders: programs that add up, where all ranks want the sums; 0: none, each rank adds up what all ranks send to it.
+        paced: what a deferred tile sends leaves evenly while the next one is multiplied. A link takes a round of tiles of
+            128 x 256 in 24 µs; a block that has two of a tile's four subtiles in shared memory waits as long for the others.
     """
 
     chunks: int
     spare: int
     adders: int
+    paced: bool = False
 
 
 @dataclass(frozen=True)
@@ -94,10 +99,8 @@ class Plan(Undivided):
 
     @cached_property
     def ways(self) -> list[Way]:
-        """The ways, the most promising first."""
-        if not self.spread:
-            return [Way(*w) for w in SCATTERED]
-        return [Way(*w) for w in (*(SHARED if self.shared else ()), *SPREAD)]
+        """The ways."""
+        return [Way(*w) for w in (*(() if self.spread and self.shared is None else ALONE), *(SPREAD if self.spread else ()))]
 
     @property
     def spread(self) -> bool:
@@ -128,19 +131,37 @@ class Plan(Undivided):
         first: dict[tuple[int, int, bool], TileConfig] = {}  # those that differ in more than how registers are stored
         for t in found:
             first.setdefault((t.tile_m, t.tile_n, t.pingpong), t)
-        return [*islice(first.values(), TRIED)]
+        return [*islice(first.values(), TILES)]
+
+    @cached_property
+    def points(self) -> list[tuple[TileConfig, Way]]:
+        """Tiles and ways by what they are expected to take (`timeline.py`), those of a tile one after the other. Behind the
+        first one stands the same without pacing, and of an all-reduce the first one with as many shots as it has not."""
+        took: dict[tuple[TileConfig, Way], float] = {}
+        for way, tiles in self.tiles.items():
+            for tile, paced in product(tiles, (False, True)):
+                chunks = self.chunks(tile, way).count  # no more than there are rows of tiles
+                at = replace(way, chunks=chunks, spare=self.summed.target.cores - tile.blocks, paced=paced)
+                spec = self.spec(tile, at)
+                if (tile, at) not in took and (not paced or (tile.deferred_store and spec.config.subtiles > BUFFERS)):
+                    took[tile, at] = expected_us(spec, way.adders)
+        later, earlier = took.copy(), Counter[tuple[int, int, bool, bool]]()
+        for tile, way in sorted(took, key=lambda point: took[point]):
+            key = tile.tile_m, tile.tile_n, tile.pingpong, bool(way.adders)
+            later[tile, way] *= 1 + LATER * earlier[key]
+            earlier[key] += 1
+        best, *others = sorted(later, key=lambda point: later[point])
+        plain = (best[0], replace(best[1], paced=False))
+        other = [p for p in others if bool(p[1].adders) != bool(best[1].adders)][:1]
+        return [*dict.fromkeys([best, *other, plain, *others])][:POINTS]
 
     def schedules(self) -> Sequence[Schedule]:
-        """The points: the first tile of all ways, then the next, with the first point of the kernel behind."""
-        bits = {"acc_bits": SHORT_SUM_BITS} if self._short_sums else {}
-        found: dict[Schedule, None] = {}
-        for rank, way in product(range(TRIED), self.ways):
-            tail = self.form(way).tail
-            for tile in self.tiles[way][rank : rank + 1]:
-                chunks = self.chunks(tile, way).count  # no more than there are rows of tiles
-                own = Schedule.of_point(tile, **vars(replace(way, chunks=chunks)), **bits)
-                found[joined(Schedule(), [(PRODUCT, own), (tail.name, next(iter(tail.plan.schedules())))])] = None
-        return [*found]
+        """The points, with the first point of the kernel behind."""
+        bits, found = {"acc_bits": SHORT_SUM_BITS} if self._short_sums else {}, list[Schedule]()
+        for tile, way in self.points:
+            own, tail = Schedule.of_point(tile, **vars(way), **bits), self.form(way).tail
+            found.append(joined(Schedule(), [(PRODUCT, own), (tail.name, next(iter(tail.plan.schedules())))]))
+        return found
 
     @property
     def _short_sums(self) -> bool:
@@ -163,7 +184,8 @@ class Plan(Undivided):
         pitches = (chunks.slot(chunks.ranks * chunks.part_room), chunks.columns, 1)
         digits = tuple((name, 1, None) for name in ("b", "row", "column"))
         view = TmaView(0, (2, chunks.rows, chunks.columns), pitches, (1, rows, columns), size, digits)
-        return replace(plain, stores=(Store(store.access, view, columns, store.aux),), chunks=chunks)
+        paced = way.paced and tile.deferred_store
+        return replace(plain, stores=(Store(store.access, view, columns, store.aux),), chunks=chunks, paced=paced)
 
     def compile(self, schedule: Schedule) -> None:
         (_, point), _ = chosen_of(schedule)

@@ -20,7 +20,7 @@ LINK_GBPS = 64.0  # where a chip's file names none
 
 
 def came_us(gemm: HopperGemm, ranks: int, sent_bytes: int, pieces: int) -> list[float]:
-    """When each piece of the other ranks' rows is there, in the order in which they come; ranks send so many bytes each."""
+    """Times at which pieces of the other ranks' rows are there, in order; ranks send so many bytes each."""
     gbps = REACHED * max((link.gbps for link in gemm.target.chip.links), default=LINK_GBPS)
     each = sent_bytes / pieces / gbps / 1e3 + PIECE_US
     return [FIRST_US + each * (i + 1) for i in range((ranks - 1) * pieces)]

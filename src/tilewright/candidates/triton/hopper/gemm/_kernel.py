@@ -208,6 +208,9 @@ def consumer(group: gl.constexpr, mainloop, epilogue, reduction, order, scratch,
     deferred_tile = Tile(problem.B, problem.M, zero, zero, zero, ())  # nothing to write yet: TMA drops what lies outside
     if config.owners:
         deferred_tile = Tile(problem.B, problem.M, zero, zero, zero, (zero,))
+    behind_each = 0  # steps behind each of those that need not know the tile
+    if config.paced:
+        behind_each = scheduler.k_tiles // config.prologue_steps - 1
     first, last, every = scheduler.tile_range(group if config.pingpong else 0, 2 if config.pingpong else 1)
     for j in range(first, last, every):
         if config.pingpong:
@@ -240,6 +243,10 @@ def consumer(group: gl.constexpr, mainloop, epilogue, reduction, order, scratch,
                 pipe_read, pipe_release = pipe_read.advance(), pipe_read
                 if config.deferred_store:
                     epilogue.store_deferred(deferred, deferred_tile, k, group)
+                if config.paced:  # so that a link has taken what was stored by the time its buffer is needed again
+                    for _ in range(behind_each):
+                        acc = mainloop.step(acc, pipe_read, pipe_release, box, k, True, True)
+                        pipe_read, pipe_release = pipe_read.advance(), pipe_read
             b, m, n, k0, k1 = scheduler.tile(j)
             if config.gathers:
                 m = left.turned(m, scheduler.tiles_m)
@@ -247,7 +254,7 @@ def consumer(group: gl.constexpr, mainloop, epilogue, reduction, order, scratch,
             if config.aux_load:
                 epilogue.load_aux(0, tile, group)
             # Mainloop.
-            for k in range(config.prologue_steps, k1):
+            for k in range(config.prologue_steps * (1 + behind_each), k1):
                 acc = mainloop.step(acc, pipe_read, pipe_release, box, k, True, True)
                 pipe_read, pipe_release = pipe_read.advance(), pipe_read
             # Epilogue.
