@@ -307,3 +307,14 @@ def test_a_timeline_worked_out_by_hand(monkeypatch):
     # A chunk of two tiles has 16,384 bytes, 16.384 µs of the link. The first is there 16.384 µs behind the first round, the
     # second as long behind that.
     assert timeline.expected_us(spec, 0) == pytest.approx(14 + 2 * 16.384 + 2, abs=0.01)
+
+
+def test_points_are_those_that_are_expected_to_take_least():
+    """The first one takes least; without pacing it is offered, too, and so are two shots."""
+    plan = plan_for(CANDIDATE, summed("bf16[4096,4096] @ bf16[8192,4096]^T -> bf16", 2, then=""), H200)
+    took = [timeline.expected_us(plan.spec(tile, way), way.adders) for tile, way in plan.points]
+    (tile, way), ways = plan.points[0], [way for _, way in plan.points]
+    assert took[0] == min(took) and len(plan.points) == len({*plan.points}) == len(plan.schedules()) == 8
+    assert way.paced and (tile, dataclasses.replace(way, paced=False)) in plan.points[:4]
+    assert {bool(w.adders) for w in ways[:3]} == {True, False}
+    assert all(t.blocks == H200.cores - w.spare for t, w in plan.points)

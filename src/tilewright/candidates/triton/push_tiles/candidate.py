@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import islice, product
+from itertools import islice
 
 import torch
 
@@ -30,7 +30,7 @@ from tilewright.candidates.triton.hopper.gemm.tile import TileConfig
 from tilewright.candidates.triton.hopper.gemm.tma import ALIGNED, TmaView
 from tilewright.candidates.triton.push_rows.summed import Summed, Tail, Undivided, summed
 from tilewright.candidates.triton.push_tiles.sums import Adders
-from tilewright.candidates.triton.push_tiles.timeline import BUFFERS, expected_us
+from tilewright.candidates.triton.push_tiles.timeline import expected_us
 from tilewright.candidates.triton.runtime.module import needs
 from tilewright.hardware.target import Target
 from tilewright.ir.mesh import Symmetric, team
@@ -135,25 +135,29 @@ class Plan(Undivided):
 
     @cached_property
     def points(self) -> list[tuple[TileConfig, Way]]:
-        """Tiles and ways by what they are expected to take (`timeline.py`), those of a tile one after the other. Behind the
-        first one stands the same without pacing, and of an all-reduce the first one with as many shots as it has not."""
+        """Tiles and ways by what they are expected to take (`timeline.py`), further ones of a tile later. Early among them, in
+        case that is wrong, are the first one of the other number of shots, the first one without pacing, and the first one of
+        which warpgroups take turns."""
         took: dict[tuple[TileConfig, Way], float] = {}
         for way, tiles in self.tiles.items():
-            for tile, paced in product(tiles, (False, True)):
+            for tile in tiles:
                 chunks = self.chunks(tile, way).count  # no more than there are rows of tiles
-                at = replace(way, chunks=chunks, spare=self.summed.target.cores - tile.blocks, paced=paced)
-                spec = self.spec(tile, at)
-                if (tile, at) not in took and (not paced or (tile.deferred_store and spec.config.subtiles > BUFFERS)):
-                    took[tile, at] = expected_us(spec, way.adders)
+                at = replace(way, chunks=chunks, spare=self.summed.target.cores - tile.blocks)
+                config = self.spec(tile, at).config
+                held_up = tile.deferred_store and config.subtiles > config.store_buffers
+                for paced in (False, True)[: 1 + held_up]:
+                    at = replace(at, paced=paced)
+                    took[tile, at] = expected_us(self.spec(tile, at), at.adders)
         later, earlier = took.copy(), Counter[tuple[int, int, bool, bool]]()
         for tile, way in sorted(took, key=lambda point: took[point]):
             key = tile.tile_m, tile.tile_n, tile.pingpong, bool(way.adders)
             later[tile, way] *= 1 + LATER * earlier[key]
             earlier[key] += 1
         best, *others = sorted(later, key=lambda point: later[point])
-        plain = (best[0], replace(best[1], paced=False))
-        other = [p for p in others if bool(p[1].adders) != bool(best[1].adders)][:1]
-        return [*dict.fromkeys([best, *other, plain, *others])][:POINTS]
+        shots = [p for p in others if bool(p[1].adders) != bool(best[1].adders)][:1]
+        turns = [p for p in others if p[0].pingpong][:1]
+        early = [best, *others[:1], *shots, (best[0], replace(best[1], paced=False)), *turns]
+        return [*dict.fromkeys([*early, *others])][:POINTS]
 
     def schedules(self) -> Sequence[Schedule]:
         """The points, with the first point of the kernel behind."""

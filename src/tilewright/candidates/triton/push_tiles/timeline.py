@@ -4,9 +4,10 @@ cross links, kernels behind add them up, and (in two shots) the sums cross links
 - Blocks of the product work on a round of tiles together, and store it when it ends. A chunk is complete with its last round,
   so what one round sends comes behind the product's end: of two rounds it is half of all. The fewer tile rows a chunk has, the
   more columns does a round read.
-- Links take `REACHED` of what the chip's file states. A block has two subtiles of each warpgroup in shared memory; of a tile
-  that leaves at once, the others wait for the link and hold up the next tile's products. On two H200s 4,096 rows of 128 x 256
-  tiles, reduce-scattered, took 60 µs longer than product and sum.
+- Links take `REACHED` of what the chip's file states. A block has one or two subtiles of a warpgroup in shared memory; of a
+  tile that leaves at once the others wait for the link, and are taken to hold up the next tile's products. On two H200s 4,096
+  rows of 128 x 256 tiles, reduce-scattered, took 60 µs longer than product and sum; of nine points, tiles that warpgroups
+  multiply in turns among them, none took less.
 - What is paced leaves while the next tile is multiplied, so that a round is with the others later by most of a round.
 - Kernels behind have the SMs that the product leaves, at `SM_GBPS` each, and all of memory's rate once it ends. Where a kernel
   adds up for all ranks, its programs fill those SMs, and the last kernel begins behind the product.
@@ -28,7 +29,6 @@ SM_GBPS = 80.0  # read and written by kernels on an SM: what 1,024 threads have 
 ARRIVES_US = 2.0  # a flag, and who waits for it
 BEGINS_US = 3.0  # a kernel behind, on SMs that were the product's
 ADDS_US = 12.0  # a kernel that adds up, beside what it reads and writes: 512 rows in two shots took 87 µs
-BUFFERS = 2  # subtiles on their way out
 
 
 def expected_us(spec: KernelSpec, adders: int) -> float:
@@ -46,8 +46,8 @@ def expected_us(spec: KernelSpec, adders: int) -> float:
     wide = min(config.owner_n, -(-tile.blocks // tall))
     read = max(tall, -(-tile.blocks // config.owner_n)) * tile.tile_m + wide * tile.tile_n
     each += EXPOSED * memory_us(read * gemm.K * gemm.lhs.dtype.size_bytes(1), target)
-    later = max(config.subtiles - BUFFERS, 0) / config.subtiles
-    if rounds > 1 and not (spec.paced or tile.pingpong):
+    later = max(config.subtiles - config.store_buffers, 0) / config.subtiles
+    if rounds > 1 and not spec.paced:
         each += per_round * later
     ends, free = launch + rounds * each, max(target.cores - tile.blocks, 0) * SM_GBPS * 1e3
     memory = 1e6 / memory_us(1_000_000, target)  # bytes in a µs
