@@ -73,7 +73,7 @@ def test_sums_over_ranks_and_what_follows(line, ranks, how, knobs):
     right(plan_for(CANDIDATE, p, FEW), ranks, point(p, **knobs), calls=2, seed=len(line))
 
 
-@pytest.mark.thin(3)
+@pytest.mark.thin(4)
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize(
     ("k", "knobs"),
@@ -242,6 +242,7 @@ def test_what_is_not_stored_by_tiles_is_refused_with_a_sentence(line, ranks, sca
     assert why in refusal(CANDIDATE, summed(line, ranks, scatter=scatter, then=""), H200)
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize("form", FORMS)
 def test_machine_code_has_flags_for_the_system_and_no_multicast(form):
     """The first point of a layer of Llama's on two ranks; nothing spills."""
