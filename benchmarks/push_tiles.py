@@ -119,7 +119,7 @@ class Case:
 def fewer(schedule: Schedule, plan: Plan) -> Schedule:
     """The same point with few programs in kernels that wait."""
     (product, own), (tail, _) = chosen_of(schedule)
-    behind = cast("Any", plan.tail.plan)
+    behind = cast("Any", plan.form(own.point(Way)).tail.plan)
     fewest = min(behind.schedules(), key=lambda s: sum(t.grid for t in behind.tiles(s)))
     knobs = tuple((name, min(int(value), 8) if name == "adders" else value) for name, value in own.knobs)
     return joined(Schedule(), [(product, Schedule(knobs)), (tail, fewest)])
@@ -218,7 +218,7 @@ class Ranks:
         steps, size = plan.steps(point), plan.chunks(tile, way).bytes
         self.sources = {r: [drawn(case, r, call, world.device) for call in range(CALLS)] for r in world.mine}
         self.steps: dict[int, list[Any]] = {}
-        plain = spec_of(plan.gemm, tile)
+        plain = spec_of(plan.form(way).gemm, tile)
         for r in world.mine:
             weights = {i: t for i, t in enumerate(self.sources[r][0]) if problem.weights[i]}
             self.steps[r] = steps(weights, world.memory(r, size))
@@ -303,7 +303,8 @@ def built(case: Case, target: Target, most: int, few: bool) -> str:
         plan = case.plan(target)
         for point in case.points(target, most, few=few and case.layer == "small"):
             plan.steps(point)
-            compiled(spec_of(plan.gemm, chosen_of(point)[0][1].point(TileConfig)))
+            own = chosen_of(point)[0][1]
+            compiled(spec_of(plan.form(own.point(Way)).gemm, own.point(TileConfig)))
     except Exception as error:  # whatever it is, the sentence is printed
         return f"{case}: {type(error).__name__}: {error}"
     return ""

@@ -3,7 +3,9 @@
 A product whose rows are gathered begins with this rank's own; the others are pushed by each rank into the memory of all, and
 are multiplied as they come. A product whose sums are reduced is made in pieces; each is pushed to the rank that adds it up
 while the next one is multiplied, and one generated kernel adds up the summands of all ranks in their order, with one rounding,
-and goes on with what the gemm's stores say. Pushes are copies (`triton/runtime/copies.py`), which take no multiprocessor.
+and goes on with what the gemm's stores say. Where two ranks both want the sums, each pushes its pieces to the other one, and
+both add up all rows: no more bytes travel than if sums were sent back. Pushes are copies (`triton/runtime/copies.py`), which
+take no multiprocessor.
 Results go to their places where a kernel writes into given memory (`schedule.candidate.writer_of`), which all generated ones
 do on GPUs; a library's are copied.
 
@@ -51,6 +53,7 @@ if TYPE_CHECKING:
 
 PUSH, LIBRARY = "push", "library"
 GATHER, SCATTER, REDUCE = "gather", "scatter", "reduce"
+ONCE = "once"  # a reduction where ranks send each other all that they have
 CHUNKS = {GATHER: {PUSH: (1, 2), LIBRARY: (2,)}, SCATTER: {PUSH: (1, 2), LIBRARY: (2,)}}
 CHUNKS[REDUCE] = {PUSH: (2, 4), LIBRARY: (2, 4)}
 FEWEST_ROWS, FEWEST_OF_PIECE = 256, 32  # on a GPU: what is shorter begins for longer than it travels
@@ -142,21 +145,28 @@ class Plan:
         yield Piece(rows_of(self.multiplied, each * self.ranks if self.kind == REDUCE else each), self.product.places)
         if self.kind == GATHER:
             return
+        if self.at_once(via):
+            yield self._sum(each * self.ranks, whole=True)
+            return
         if via == PUSH:
-            yield self._sum(each)
+            yield self._sum(each, whole=self.kind == SCATTER)
         if self.kind == REDUCE or via == LIBRARY:
             for stage in self.tail:
                 assert isinstance(stage.what, FusionProblem)
                 yield Piece(rows_of(stage.what, each * self.ranks if self.kind == REDUCE else each), stage.places)
 
-    def _sum(self, rows: int) -> Piece:
-        """The sum over ranks, rounded once, of some rows; where each rank keeps its own, with what follows."""
+    def at_once(self, via: str) -> bool:
+        """Tell whether ranks that all want the sums send each other all that they have, and add up all rows."""
+        return self.kind == REDUCE and via == PUSH and self.ranks == 2
+
+    def _sum(self, rows: int, *, whole: bool) -> Piece:
+        """The sum over ranks, rounded once, of some rows; if it is the `whole` of what is left, with what follows."""
         of_each = self.met.tensor
         given = [Node(Param(i, t)) for i, t in enumerate(self.problem.types)]
         summands = [Node(Param(SUMMAND + r, of_each)) for r in range(self.ranks)]
         total = convert(reduce(lambda a, b: map_("add", a, b), (convert(p, F32) for p in summands)), of_each.dtype)
         roots = [total]
-        if self.kind == SCATTER:
+        if whole:
             values = [*given, total, total]  # the product's own sums, which nobody reads, and those of all
             for stage in self.tail:
                 assert isinstance(stage.what, FusionProblem)
@@ -210,7 +220,8 @@ class Plan:
         def prepare(weights: Mapping[int, torch.Tensor]) -> Runner:
             moves = mover()  # first of all: ranks agree on memory
             built = [Built(p, k, weights) for p, k in zip(pieces, kernels, strict=True)]
-            way = WAYS[self.kind, str(point["via"])]
+            via = str(point["via"])
+            way = WAYS[ONCE if self.at_once(via) else self.kind, via]
             return lambda sources: way(self, cast("int", point["chunks"]), built, moves, sources)
 
         return whole_of(CANDIDATE.name, point, problems, kernels, prepare)
@@ -456,6 +467,31 @@ def reduce_push(
     return results
 
 
+def reduce_at_once(
+    plan: Plan, chunks: int, built: list[Built], copies: Copies, sources: Sequence[torch.Tensor]
+) -> list[torch.Tensor]:
+    product, total = built
+    here, ranks, each = copies.own, plan.ranks, product.piece.rows.rows
+    copies.begin()
+    data = _typed(copies.data(here), plan.multiplied.outputs[0], ranks)  # of each rank all rows, one after the other
+    rows, row = plan.multiplied.M, _row_bytes(data)
+    results, kept = _results(plan), list[torch.Tensor]()
+    for j in range(chunks + 1):  # what comes is waited for when the next products are under way
+        if j < chunks:
+            kept += product.run(sources, j * each, {})
+            copies.lane.follow()
+            for peer in _others(here, ranks):
+                copies.send(peer, (here * rows + j * each) * row, kept[j])
+                copies.tell(peer, j)
+        if j:
+            first = (j - 1) * each
+            copies.wait_all(j - 1)
+            come = {SUMMAND + r: data.narrow(0, r * rows + first, each) for r in range(ranks)}
+            total.into(_rows(results, first, each), sources, first, come | {SUMMAND + here: kept[j - 1]})
+    copies.end()
+    return results
+
+
 def reduce_library(
     plan: Plan, chunks: int, built: list[Built], library: Library, sources: Sequence[torch.Tensor]
 ) -> list[torch.Tensor]:
@@ -514,6 +550,7 @@ WAYS: dict[tuple[str, str], Callable[..., list[torch.Tensor]]] = {
     (SCATTER, PUSH): scatter_push,
     (SCATTER, LIBRARY): scatter_library,
     (REDUCE, PUSH): reduce_push,
+    (ONCE, PUSH): reduce_at_once,
     (REDUCE, LIBRARY): reduce_library,
 }
 

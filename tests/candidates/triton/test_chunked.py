@@ -67,18 +67,18 @@ def planted(monkeypatch, name, old, new):
     monkeypatch.setattr(copies, name, text.replace(old, new))
 
 
-CASES = [("gather", 2, 2), ("scatter", 2, 1), ("reduce", 2, 2)]
+CASES = [("gather", 2, 2), ("scatter", 2, 1), ("reduce", 2, 2), ("reduce", 4, 2)]
 cases = pytest.mark.parametrize(("op", "ranks", "chunks"), CASES)
 
 
-@pytest.mark.thin(3)
+@pytest.mark.thin(4)
 @cases
 def test_what_does_not_wait_is_found(op, ranks, chunks, monkeypatch):
     planted(monkeypatch, "WAIT", "@q ld.acquire.sys.global.b32 f, [a];", "")
     assert found_wrong(*made(PLAIN, ranks, op, chunks=chunks), calls=2)
 
 
-@pytest.mark.thin(3)
+@pytest.mark.thin(4)
 @cases
 def test_a_flag_before_its_data_is_found(op, ranks, chunks, monkeypatch):
     send, tell, held = copies.Copies.send, copies.Copies.tell, []

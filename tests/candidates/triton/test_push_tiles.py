@@ -22,10 +22,13 @@ from tilewright.candidates.triton.expressions.chunks import Chunks
 from tilewright.candidates.triton.hopper.gemm import epilogue
 from tilewright.candidates.triton.hopper.gemm.run import compiled
 from tilewright.candidates.triton.hopper.gemm.tile import TileConfig
+from tilewright.candidates.triton.push_tiles import timeline
 from tilewright.candidates.triton.push_tiles.candidate import CANDIDATE, Way
 from tilewright.candidates.triton.push_tiles.sums import Adders
+from tilewright.candidates.triton.push_tiles.timeline import expected_us
 from tilewright.candidates.triton.runtime.module import assembly, needs
 from tilewright.dtype import BF16 as BF16_TYPE
+from tilewright.hardware.target import PeerLink
 from tilewright.schedule.candidate import Schedule, plan_for, refusal
 
 LIMIT_S = 4e-4  # to wait for a rank: of the machine, whose clock counts steps
@@ -33,15 +36,16 @@ LIMIT_S = 4e-4  # to wait for a rank: of the machine, whose clock counts steps
 TURNS = (1, 20)  # rounds of a rank, one of which may come to be a call ahead
 FEW = dataclasses.replace(H200, cores=2)
 BF16 = "bf16[128,64] @ bf16[128,64]^T -> bf16"
+FORMS = {"scattered": (True, 0), "two shots": (False, 2), "one shot": (False, 0)}  # whether rows are shared out; adders
 
 
-def point(problem, chunks=2, blocks=2, **knobs):
+def point(problem, chunks=2, blocks=2, adders=2, paced=False, **knobs):
     """A small tile, with the first kernel behind."""
-    plan = plan_for(CANDIDATE, problem, FEW)
-    tile = TileConfig(64, 64, plan.gemm.tile_k, 3, 16, False, False, False, False, blocks, 0)
-    tile = dataclasses.replace(tile, **knobs)
-    own = Schedule.of_point(tile, chunks=chunks, spare=0, adders=2)
-    return joined(Schedule(), [("hopper", own), (plan.tail.name, next(iter(plan.tail.plan.schedules())))])
+    plan, way = plan_for(CANDIDATE, problem, FEW), Way(chunks, 0, adders, paced)
+    form = plan.form(way)
+    tile = TileConfig(64, 64, form.gemm.tile_k, 3, 16, False, False, False, False, blocks, 0)
+    own = Schedule.of_point(dataclasses.replace(tile, **knobs), **vars(way))
+    return joined(Schedule(), [("hopper", own), (form.tail.name, next(iter(form.tail.plan.schedules())))])
 
 
 @pytest.mark.thin(4)
@@ -57,6 +61,10 @@ def point(problem, chunks=2, blocks=2, **knobs):
         ("bf16[64,192]^T @ bf16[72,64]^T -> bf16", 2, {"scatter": True}, {}),
         ("f8e4m3fn[192,128] scale=channel @ f8e4m3fn[48,128]^T scale=channel -> bf16", 2, {}, {}),
         ("f8e4m3fn[160,128] scale=channel @ f8e4m3fn[48,128]^T scale=channel -> bf16", 2, {"scatter": True}, {"tile_m": 128}),
+        ("bf16[128,64] @ bf16[72,64]^T -> f32", 4, {"then": "add"}, {"adders": 0}),
+        ("bf16[129,128] @ s4[64,128]^T group=64 -> bf16", 3, {"then": ""}, {"adders": 0}),
+        ("f8e4m3fn[128,128] scale=channel @ f8e4m3fn[48,128]^T scale=channel -> bf16", 2, {}, {"adders": 0, "tile_m": 128}),
+        ("bf16[128,64] @ bf16[64,64]^T -> bf16", 2, {}, {"adders": 0}),
     ],
 )
 def test_sums_over_ranks_and_what_follows(line, ranks, how, knobs):
@@ -65,13 +73,22 @@ def test_sums_over_ranks_and_what_follows(line, ranks, how, knobs):
     right(plan_for(CANDIDATE, p, FEW), ranks, point(p, **knobs), calls=2, seed=len(line))
 
 
-@pytest.mark.thin(2)
-@pytest.mark.parametrize("scatter", [True, False])
-@pytest.mark.parametrize("knobs", [{"pingpong": True}, {"tile_m": 128, "tile_n": 128, "deferred_store": True}])
-def test_tiles_that_are_stored_while_others_are_multiplied(scatter, knobs):
-    """Two warpgroups in turns, and results that wait in registers; what is under way ends as late as it may."""
-    p = summed("bf16[192,128] @ bf16[256,128]^T -> bf16", 2, scatter=scatter, then="")
-    right(plan_for(CANDIDATE, p, FEW), 2, point(p, blocks=1, **knobs), seed=1, late=True)
+@pytest.mark.thin(4)
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(
+    ("k", "knobs"),
+    [
+        (128, {"pingpong": True}),
+        (128, {"tile_m": 128, "tile_n": 128, "deferred_store": True}),
+        (320, {"tile_m": 128, "tile_n": 128, "deferred_store": True, "paced": True}),
+    ],
+)
+def test_tiles_that_are_stored_while_others_are_multiplied(form, k, knobs):
+    """Two warpgroups in turns, and results that wait in registers, and leave behind the next tile's first steps or spread over
+    all five; what is under way ends as late as it may."""
+    scatter, adders = FORMS[form]
+    p = summed(f"bf16[192,{k}] @ bf16[256,{k}]^T -> bf16", 2, scatter=scatter, then="")
+    right(plan_for(CANDIDATE, p, FEW), 2, point(p, blocks=1, adders=adders, **knobs), seed=1, late=True)
 
 
 @pytest.mark.conformance
@@ -82,17 +99,19 @@ def test_kernels_behind_begin_while_the_product_is_at_work(scatter):
 
 
 @pytest.mark.conformance
-def test_all_ranks_get_the_same_bits():
+@pytest.mark.parametrize("adders", [2, 0])
+def test_all_ranks_get_the_same_bits(adders):
     p = summed("bf16[192,64] @ bf16[64,64]^T -> bf16", 3, then="")
-    found = results(plan_for(CANDIDATE, p, FEW), 3, point(p), calls=2, seed=5)
+    found = results(plan_for(CANDIDATE, p, FEW), 3, point(p, adders=adders), calls=2, seed=5)
     for call in range(2):
         assert all(torch.equal(found[0][call][1][0], found[r][call][1][0]) for r in (1, 2))
 
 
-def found_wrong(calls=2, most=8, scatter=True, line=BF16, turns=TURNS, **how):
+def found_wrong(calls=2, most=8, form="scattered", line=BF16, turns=TURNS, **how):
     """Tell whether some order of ranks shows that results are wrong, or that one waits for ever."""
+    scatter, adders = FORMS[form]
     p = summed(line, 2, scatter=scatter, then="")
-    plan, at = plan_for(CANDIDATE, p, FEW), point(p, blocks=1)
+    plan, at = plan_for(CANDIDATE, p, FEW), point(p, blocks=1, adders=adders)
     return some_order_is_wrong(plan, 2, at, calls, most, MOST_STEPS, limit_s=LIMIT_S, turns=turns, **how)
 
 
@@ -106,7 +125,7 @@ def test_problems_that_share_memory_have_the_same_slots():
     shapes = [(rows, columns) for rows in (33, 64, 256, 1000, 4096) for columns in (64, 1000, 1024, 8192)]
     for ranks in (2, 3, 4, 8, 16):
         sharing = {}
-        for (rows, columns), spread in product(shapes, (False, True)):
+        for (rows, columns), spread in product(shapes, (False, True)):  # in one shot they lie as scattered
             c = Chunks(ranks, rows, columns, BF16_TYPE, 64, spread)
             sharing.setdefault(c.bytes, []).append(c)
         assert any(len(several) > 1 for several in sharing.values())
@@ -143,10 +162,10 @@ def changed(old, new):
 
 
 @pytest.mark.thin(2)
-@pytest.mark.parametrize("scatter", [True, False])
-def test_a_kernel_that_does_not_wait_is_found(monkeypatch, scatter):
+@pytest.mark.parametrize("form", FORMS)
+def test_a_kernel_that_does_not_wait_is_found(monkeypatch, form):
     planted(monkeypatch, chunks_module, "_wait", "sub.s32 f, f, v;", "mov.b32 f, 0;")
-    assert found_wrong(scatter=scatter)
+    assert found_wrong(form=form)
 
 
 @pytest.mark.conformance
@@ -155,8 +174,11 @@ def test_a_flag_set_behind_the_first_tile_is_found():
     assert found_wrong(calls=1, line=wide, change=changed(r"setp.eq.u32 q, c, %r\d+;", "setp.eq.u32 q, c, 0;"))
 
 
-def test_a_flag_set_before_the_tile_is_in_memory_is_found():
-    assert found_wrong(change=changed(r"cp.async.bulk.wait_group 0;", ""), late=True)
+@pytest.mark.parametrize(
+    ("form", "turns"), [("scattered", TURNS), pytest.param("one shot", (1, 200), marks=pytest.mark.conformance)]
+)
+def test_a_flag_set_before_the_tile_is_in_memory_is_found(form, turns):
+    assert found_wrong(change=changed(r"cp.async.bulk.wait_group 0;", ""), late=True, form=form, turns=turns)
 
 
 @pytest.mark.conformance
@@ -165,23 +187,26 @@ def test_a_flag_that_is_never_set_is_found():
 
 
 @pytest.mark.conformance
-def test_a_flag_with_another_rank_than_the_owner_is_found(monkeypatch):
+@pytest.mark.parametrize("form", ["scattered", "one shot"])
+def test_a_flag_with_another_rank_than_the_owner_is_found(monkeypatch, form):
     planted(monkeypatch, epilogue, "_choice", "to0", "to1")
-    assert found_wrong(calls=1, most=1)
+    assert found_wrong(calls=1, most=1, form=form)
 
 
 @pytest.mark.conformance
-def test_a_tile_with_another_rank_than_the_owner_is_found(monkeypatch):
-    sent = chunks_module.Chunks.sent
-    monkeypatch.setattr(chunks_module.Chunks, "sent", lambda self, memory: sent(self, memory)[::-1])
-    assert found_wrong(calls=1, most=1)
+@pytest.mark.parametrize("form", ["scattered", "one shot"])
+def test_a_tile_with_another_rank_than_the_owner_is_found(monkeypatch, form):
+    sent, turned = chunks_module.Chunks.sent, slice(None, None, -1) if form == "scattered" else slice(0, 1)
+    monkeypatch.setattr(chunks_module.Chunks, "sent", lambda self, memory: (sent(self, memory)[turned] * 2)[:2])
+    assert found_wrong(calls=1, most=1, form=form)
 
 
 @pytest.mark.conformance
-def test_one_slot_for_all_calls_is_found(monkeypatch):
+@pytest.mark.parametrize("form", ["scattered", "one shot"])
+def test_one_slot_for_all_calls_is_found(monkeypatch, form):
     """A rank that is ahead writes where one that is behind still reads."""
     monkeypatch.setattr(chunks_module.Chunks, "slot", lambda self, room: 0)
-    assert found_wrong(calls=3, most=16)
+    assert found_wrong(calls=3, most=16, form=form)
 
 
 def test_a_call_that_is_not_counted_is_found(monkeypatch):
@@ -193,13 +218,13 @@ def test_a_call_that_is_not_counted_is_found(monkeypatch):
 def test_sums_told_behind_the_first_part_are_found(monkeypatch):
     planted(monkeypatch, chunks_module, "_arrival", "setp.eq.u32 q, c, 2;", "setp.eq.u32 q, c, 0;")
     line = "bf16[128,64] @ bf16[192,64]^T -> bf16"  # three parts
-    assert found_wrong(calls=1, scatter=False, line=line)
+    assert found_wrong(calls=1, form="two shots", line=line)
 
 
 @pytest.mark.conformance
-@pytest.mark.parametrize("scatter", [True, False])
-def test_what_keeps_to_the_protocol_passes_the_same_orders(scatter):
-    assert not found_wrong(calls=3, most=3, scatter=scatter)
+@pytest.mark.parametrize("form", FORMS)
+def test_what_keeps_to_the_protocol_passes_the_same_orders(form):
+    assert not found_wrong(calls=3, most=3, form=form)
 
 
 def test_a_rank_that_does_not_come_is_named_to_the_host():
@@ -224,19 +249,80 @@ def test_what_is_not_stored_by_tiles_is_refused_with_a_sentence(line, ranks, sca
     assert why in refusal(CANDIDATE, summed(line, ranks, scatter=scatter, then=""), H200)
 
 
-def test_machine_code_has_flags_for_the_system_and_no_multicast():
-    """All points of a layer of Llama's on four ranks; nothing spills."""
-    for line in ("bf16[512,2048] @ bf16[8192,2048]^T -> bf16",):
-        for scatter in (True, False):
-            plan = plan_for(CANDIDATE, summed(line, 4, scatter=scatter, then="add"), H200)
-            (_, own), _ = chosen_of(plan.schedules()[0])
-            product = compiled(plan.spec(own.point(TileConfig), own.point(Way))).kernel
-            ptx = product.asm["ptx"]
-            assert "atom.acq_rel.sys" in ptx and "fence.acq_rel.sys" in ptx and "multimem" not in ptx
-            assert re.search(r"cp\.async\.bulk\.wait_group \s*0;", ptx)
-            assert needs(product).spills == 0
-            assert ".SYS" in assembly(product)
-            if not scatter:
-                between = Adders(plan.chunks(own.point(TileConfig), own.point(Way)), 64, H200).build().kernel
-                assert "ld.acquire.sys" in between.asm["ptx"] and "multimem" not in between.asm["ptx"]
-                assert needs(between).spills == 0
+@pytest.mark.thin(2)
+@pytest.mark.parametrize("form", FORMS)
+def test_machine_code_has_flags_for_the_system_and_no_multicast(form):
+    """The first point of a layer of Llama's on two ranks; nothing spills."""
+    scatter, adders = FORMS[form]
+    plan = plan_for(CANDIDATE, summed("bf16[512,4096] @ bf16[8192,4096]^T -> bf16", 2, scatter=scatter, then="add"), H200)
+    points = [chosen_of(s)[0][1] for s in plan.schedules()]
+    own = next(p for p in points if bool(p["adders"]) == bool(adders))
+    product = compiled(plan.spec(own.point(TileConfig), own.point(Way))).kernel
+    ptx = product.asm["ptx"]
+    assert "atom.acq_rel.sys" in ptx and "fence.acq_rel.sys" in ptx and "multimem" not in ptx
+    assert re.search(r"cp\.async\.bulk\.wait_group \s*0;", ptx)
+    assert needs(product).spills == 0
+    assert ".SYS" in assembly(product)
+    if adders:
+        between = Adders(plan.chunks(own.point(TileConfig), own.point(Way)), adders, H200).build().kernel
+        assert "ld.acquire.sys" in between.asm["ptx"] and "multimem" not in between.asm["ptx"]
+        assert needs(between).spills == 0
+
+
+def test_all_rows_go_to_all_ranks_where_few_more_bytes_travel_so():
+    """Two ranks send each other all that they have either way."""
+
+    def shots(line, ranks):
+        plan = plan_for(CANDIDATE, summed(line, ranks, then=""), H200)
+        return {1 if not chosen_of(s)[0][1]["adders"] else 2 for s in plan.schedules()}
+
+    assert shots("bf16[4096,4096] @ bf16[8192,4096]^T -> bf16", 2) == {1, 2}
+    assert shots("bf16[128,2048] @ bf16[8192,2048]^T -> bf16", 4) == {1, 2}
+    assert shots("bf16[512,2048] @ bf16[8192,2048]^T -> bf16", 4) == {2}
+
+
+def expected(rows, scatter, tile, way, ranks=2):
+    """The time expected of a layer of Llama's in bf16 by a tile and a way."""
+    k = 8192 // ranks
+    plan = plan_for(CANDIDATE, summed(f"bf16[{rows},{k}] @ bf16[8192,{k}]^T -> bf16", ranks, scatter=scatter, then=""), H200)
+    found = next(t for t in plan._tiles(plan.form(way).gemm, way.spare) if (t.tile_m, t.tile_n) == tile)
+    return expected_us(plan.spec(found, way), way.adders)
+
+
+@pytest.mark.parametrize(
+    ("rows", "scatter", "way", "measured"),
+    [
+        (512, True, Way(2, 0, 0), 67),
+        (512, False, Way(4, 0, 132), 87),
+        (4096, True, Way(4, 0, 0), 440),
+        (4096, False, Way(4, 16, 192), 490),
+    ],
+)
+def test_what_was_measured_on_two_gpus_is_about_what_is_expected(rows, scatter, way, measured):
+    assert 0.85 * measured < expected(rows, scatter, (128, 256), way) < 1.05 * measured
+
+
+def test_a_timeline_worked_out_by_hand(monkeypatch):
+    """Two rounds of tiles, the first one's chunk with the others while the second is multiplied. 4 µs until the kernel begins,
+    10 µs a round, a link of a byte a nanosecond, no memory: times are those of the product and the link alone."""
+    p = summed("bf16[256,64] @ bf16[64,64]^T -> bf16", 2, then="")
+    plan, at = plan_for(CANDIDATE, p, FEW), chosen_of(point(p, adders=0))[0][1]
+    chip = dataclasses.replace(FEW.chip, links=(PeerLink("a link", 1.25, "nobody"),))
+    gemm = dataclasses.replace(plan.form(at.point(Way)).gemm, target=dataclasses.replace(FEW, chip=chip))
+    spec = dataclasses.replace(plan.spec(at.point(TileConfig), at.point(Way)), plan=gemm)
+    monkeypatch.setattr(timeline, "predict_us", lambda work, target: 24.0)
+    monkeypatch.setattr(timeline, "memory_us", lambda size, target: 1e-9 * size)
+    # A chunk of two tiles has 16,384 bytes, 16.384 µs of the link. The first is there 16.384 µs behind the first round, the
+    # second as long behind that.
+    assert timeline.expected_us(spec, 0) == pytest.approx(14 + 2 * 16.384 + 2, abs=0.01)
+
+
+def test_points_are_those_that_are_expected_to_take_least():
+    """The first one takes least; without pacing it is offered, too, and so are two shots."""
+    plan = plan_for(CANDIDATE, summed("bf16[4096,4096] @ bf16[8192,4096]^T -> bf16", 2, then=""), H200)
+    took = [timeline.expected_us(plan.spec(tile, way), way.adders) for tile, way in plan.points]
+    (tile, way), ways = plan.points[0], [way for _, way in plan.points]
+    assert took[0] == min(took) and len(plan.points) == len({*plan.points}) == len(plan.schedules()) == 8
+    assert way.paced and (tile, dataclasses.replace(way, paced=False)) in plan.points[:4]
+    assert {bool(w.adders) for w in ways[:3]} == {True, False}
+    assert all(t.blocks == H200.cores - w.spare for t, w in plan.points)

@@ -65,7 +65,8 @@ class Chunks:
         rows, columns: extents of the part of the result that a rank owns.
         dtype: what travels.
         chunk: rows of a chunk; the last one may have fewer.
-        spread: all ranks want the sums.
+        spread: all ranks want the sums, which their owners store back.
+        shared: each rank owns all rows: tiles go to every one.
     """
 
     ranks: int
@@ -74,6 +75,7 @@ class Chunks:
     dtype: DType
     chunk: int
     spread: bool
+    shared: bool = False
 
     @property
     def count(self) -> int:
@@ -296,15 +298,19 @@ def _arrival(chunks: Chunks, parts: int) -> str:
     )
 
 
-# Of a warpgroup whose stores of a tile are in memory the first thread counts the tile, and behind the chunk's last one sets
-# the flag with the owner. $1 own words, $2 the owner's memory, $3 the place of the counter in bytes, $4 the last count, $5 the
-# place of the first rank's flag.
+# Of a warpgroup whose stores of a tile are in memory the first thread counts the tile, and is told whether it is the chunk's
+# last one. $1 own words, $2 the place of the counter in bytes, $3 the last count.
+COUNT = (
+    "{ .reg .pred q; .reg .b32 t, c; .reg .b64 a; mov.u32 t, %tid.x; and.b32 t, t, 127; setp.eq.u32 q, t, 0; "
+    "mov.b32 c, -1; cvt.u64.u32 a, $2; add.s64 a, a, $1; @q atom.acq_rel.sys.global.add.u32 c, [a], 1; setp.eq.u32 q, c, $3; "
+    "@q st.relaxed.sys.global.b32 [a], 0; @q fence.acq_rel.sys; selp.b32 $0, 1, 0, q; }"
+)
+# Behind that one it sets the flag with a rank that wants the chunk. $1 own words, $2 the rank's memory, $3 whether it is the
+# last one, $4 the place of the first rank's flag.
 PUBLISH = (
-    "{ .reg .pred q; .reg .b32 t, c, m, e; .reg .b64 a, b; mov.u32 t, %tid.x; and.b32 t, t, 127; setp.eq.u32 q, t, 0; "
-    "mov.b32 c, -1; cvt.u64.u32 a, $3; add.s64 a, a, $1; @q atom.acq_rel.sys.global.add.u32 c, [a], 1; setp.eq.u32 q, c, $4; "
-    "@q st.relaxed.sys.global.b32 [a], 0; @q fence.acq_rel.sys; mov.b32 m, 0; mov.b32 e, 0; "
+    "{ .reg .pred q; .reg .b32 m, e; .reg .b64 a, b; setp.ne.u32 q, $3, 0; mov.b32 m, 0; mov.b32 e, 0; "
     f"@q ld.global.b32 m, [$1+{RANK}]; @q ld.relaxed.gpu.global.b32 e, [$1+{EPOCH}]; add.s32 e, e, 1; "
-    "mul.wide.u32 a, m, 4; cvt.u64.u32 b, $5; add.s64 a, a, b; add.s64 a, a, $2; @q st.relaxed.sys.global.b32 [a], e; }"
+    "mul.wide.u32 a, m, 4; cvt.u64.u32 b, $4; add.s64 a, a, b; add.s64 a, a, $2; @q st.relaxed.sys.global.b32 [a], e; }"
 )
 STORED = "cp.async.bulk.wait_group 0;"  # a thread's copies have been written, not read alone
-STATEMENTS = sha256(f"{PUBLISH} {STORED}".encode()).hexdigest()[:12]  # which Triton's cache does not know
+STATEMENTS = sha256(f"{COUNT} {PUBLISH} {STORED}".encode()).hexdigest()[:12]  # which Triton's cache does not know

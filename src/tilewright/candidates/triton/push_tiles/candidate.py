@@ -1,7 +1,8 @@
 """A product of many rows whose sums ranks add up: Hopper's persistent kernel stores each tile into the memory of the rank that
 owns its rows, while it multiplies the next one. A kernel behind waits for the tiles of all ranks a chunk of rows at a time,
 adds them up in the order of ranks with one rounding, and does what follows. Where all ranks want the sums (`all_reduce`), a
-kernel between both adds them up and stores them into the memory of all. Results are the same bits on every rank and run.
+kernel between both adds them up and stores them into the memory of all (two shots); or tiles go to all ranks, each of which
+adds up all rows (one shot), which between two ranks sends no more bytes. Results are the same bits on every rank and run.
 
 What lies where, and who waits for what: `expressions/chunks.py`.
 """
@@ -9,10 +10,11 @@ What lies where, and who waits for what: `expressions/chunks.py`.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import islice, product
+from itertools import islice
 
 import torch
 
@@ -28,6 +30,7 @@ from tilewright.candidates.triton.hopper.gemm.tile import TileConfig
 from tilewright.candidates.triton.hopper.gemm.tma import ALIGNED, TmaView
 from tilewright.candidates.triton.push_rows.summed import Summed, Tail, Undivided, summed
 from tilewright.candidates.triton.push_tiles.sums import Adders
+from tilewright.candidates.triton.push_tiles.timeline import expected_us
 from tilewright.candidates.triton.runtime.module import needs
 from tilewright.hardware.target import Target
 from tilewright.ir.mesh import Symmetric, team
@@ -39,12 +42,14 @@ from tilewright.schedule.problem import Problem
 FEWEST_ROWS = 65
 MOST_RANKS = 16
 PRODUCT = "hopper"
-TRIED = 3  # tiles that are offered with each way
-# Chunks of a rank's rows, SMs that the product leaves to kernels behind, and programs that add up for all ranks, best guess
-# first. Where the sums stay with their owners, kernels behind have little to do before the product ends. Four programs that add
-# up have room on an SM that the product leaves; the others begin when it ends.
-SCATTERED = ((4, 0, 0), (2, 0, 0), (4, 8, 0))
-SPREAD = ((4, 16, 192), (4, 0, 132), (8, 16, 192), (4, 32, 228))
+TILES, POINTS = 6, 8  # tiles that are looked at with each way, and points that are offered
+LATER = 0.03  # longer for each earlier point of a tile: what tiles differ in is better known
+# Chunks of a rank's rows, SMs that the product leaves to kernels behind, and programs that add up for all ranks. Large tiles of
+# even extents leave four SMs in any case: rounds of 128 are as many as those of 132. Smaller chunks are done earlier; blocks at
+# work share less of the operands. Programs that add up fill the SMs that the product leaves, and the others when it ends.
+ALONE = tuple((chunks, spare, 0) for chunks in (4, 2, 8) for spare in (0, 4))
+SPREAD = tuple((chunks, spare, 192) for chunks in (4, 8, 16) for spare in (0, 4, 16))
+MOST_SENT = 1 << 22  # bytes that a rank sends in one shot beside those of two: what they take is what a kernel less saves
 
 
 @dataclass(frozen=True)
@@ -53,13 +58,29 @@ class Way:
 
     Attributes:
         chunks: parts of a rank's rows, at most, of which its kernels behind learn one by one.
-        spare: SMs on which the product does not run.
-        adders: programs that add up, where all ranks want the sums.
+        spare: SMs on which the product does not run, as `blocks` of the tile says.
+        adders: programs that add up, where all ranks want the sums; 0: none, each rank adds up what all ranks send to it.
+        paced: what a deferred tile sends leaves evenly while the next one is multiplied. A link takes a round of tiles of
+            128 x 256 in 24 µs; a block that has two of a tile's four subtiles in shared memory waits as long for the others.
     """
 
     chunks: int
     spare: int
     adders: int
+    paced: bool = False
+
+
+@dataclass(frozen=True)
+class Form:
+    """The kernels on both sides of what travels.
+
+    Attributes:
+        gemm: the product in Hopper's terms, the rows that a rank owns a matrix of the batch.
+        tail: the kernel behind.
+    """
+
+    gemm: HopperGemm
+    tail: Tail
 
 
 @dataclass(frozen=True)
@@ -68,71 +89,107 @@ class Plan(Undivided):
 
     Attributes:
         summed: the problem, apart.
-        gemm: the product in Hopper's terms, the rows of each rank a matrix of the batch.
-        tail: the kernel behind.
+        owned: where each rank owns some of the rows.
+        shared: where each owns all of them; None where more bytes travel so than are worth it.
     """
 
     summed: Summed
-    gemm: HopperGemm
-    tail: Tail
+    owned: Form
+    shared: Form | None = None
 
-    @property
+    @cached_property
     def ways(self) -> list[Way]:
-        """The ways, the most promising first."""
-        return [Way(*w) for w in (SPREAD if self.spread else SCATTERED)]
+        """The ways."""
+        return [Way(*w) for w in (*(() if self.spread and self.shared is None else ALONE), *(SPREAD if self.spread else ()))]
 
     @property
     def spread(self) -> bool:
         """All ranks want the sums."""
         return isinstance(self.summed.op, AllReduce)
 
-    @cached_property
-    def tiles(self) -> dict[int, list[TileConfig]]:
-        """The most promising tiles, by the number of SMs that are left to others."""
-        return {spare: self._tiles(spare) for spare in dict.fromkeys(w.spare for w in self.ways)}
+    def form(self, way: Way) -> Form:
+        """The kernels of a way."""
+        if not self.spread or way.adders:
+            return self.owned
+        assert self.shared is not None
+        return self.shared
 
-    def _tiles(self, spare: int) -> list[TileConfig]:
-        cores = self.gemm.target.cores
-        own = replace(self.gemm, target=replace(self.gemm.target, cores=max(cores - spare, cores // 2, 2)))
+    @cached_property
+    def tiles(self) -> dict[Way, list[TileConfig]]:
+        """The most promising tiles of each way: those of the SMs that the product does not leave to others."""
+        found: dict[tuple[bool, int], list[TileConfig]] = {}
+        for way in self.ways:
+            key = self.form(way) is self.owned, way.spare
+            if key not in found:
+                found[key] = self._tiles(self.form(way).gemm, way.spare)
+        return {way: found[self.form(way) is self.owned, way.spare] for way in self.ways}
+
+    def _tiles(self, gemm: HopperGemm, spare: int) -> list[TileConfig]:
+        cores = gemm.target.cores
+        own = replace(gemm, target=replace(gemm.target, cores=max(cores - spare, cores // 2, 2)))
         found = (t for t in tile_configs(own) if not (t.multicast or t.stream_k) and t.split_k == 1)
         first: dict[tuple[int, int, bool], TileConfig] = {}  # those that differ in more than how registers are stored
         for t in found:
             first.setdefault((t.tile_m, t.tile_n, t.pingpong), t)
-        return [*islice(first.values(), TRIED)]
+        return [*islice(first.values(), TILES)]
+
+    @cached_property
+    def points(self) -> list[tuple[TileConfig, Way]]:
+        """Tiles and ways by what they are expected to take (`timeline.py`), further ones of a tile later. Early among them, in
+        case that is wrong, are the first one of the other number of shots, the first one without pacing, and the first one of
+        which warpgroups take turns."""
+        took: dict[tuple[TileConfig, Way], float] = {}
+        for way, tiles in self.tiles.items():
+            for tile in tiles:
+                chunks = self.chunks(tile, way).count  # no more than there are rows of tiles
+                at = replace(way, chunks=chunks, spare=self.summed.target.cores - tile.blocks)
+                config = self.spec(tile, at).config
+                held_up = tile.deferred_store and config.subtiles > config.store_buffers
+                for paced in (False, True)[: 1 + held_up]:
+                    at = replace(at, paced=paced)
+                    took[tile, at] = expected_us(self.spec(tile, at), at.adders)
+        later, earlier = took.copy(), Counter[tuple[int, int, bool, bool]]()
+        for tile, way in sorted(took, key=lambda point: took[point]):
+            key = tile.tile_m, tile.tile_n, tile.pingpong, bool(way.adders)
+            later[tile, way] *= 1 + LATER * earlier[key]
+            earlier[key] += 1
+        best, *others = sorted(later, key=lambda point: later[point])
+        shots = [p for p in others if bool(p[1].adders) != bool(best[1].adders)][:1]
+        turns = [p for p in others if p[0].pingpong][:1]
+        early = [best, *others[:1], *shots, (best[0], replace(best[1], paced=False)), *turns]
+        return [*dict.fromkeys([*early, *others])][:POINTS]
 
     def schedules(self) -> Sequence[Schedule]:
-        """The points: the first tile of all ways, then the next, with the first point of the kernel behind."""
-        behind = next(iter(self.tail.plan.schedules()))
-        bits = {"acc_bits": SHORT_SUM_BITS} if self._short_sums else {}
-        found: dict[Schedule, None] = {}
-        for rank, way in product(range(TRIED), self.ways):
-            for tile in self.tiles[way.spare][rank : rank + 1]:
-                chunks = self.chunks(tile, way).count  # no more than there are rows of tiles
-                own = Schedule.of_point(tile, **vars(replace(way, chunks=chunks)), **bits)
-                found[joined(Schedule(), [(PRODUCT, own), (self.tail.name, behind)])] = None
-        return [*found]
+        """The points, with the first point of the kernel behind."""
+        bits, found = {"acc_bits": SHORT_SUM_BITS} if self._short_sums else {}, list[Schedule]()
+        for tile, way in self.points:
+            own, tail = Schedule.of_point(tile, **vars(way), **bits), self.form(way).tail
+            found.append(joined(Schedule(), [(PRODUCT, own), (tail.name, next(iter(tail.plan.schedules())))]))
+        return found
 
     @property
     def _short_sums(self) -> bool:
-        return Hopper(self.gemm).short_sums
+        return Hopper(self.owned.gemm).short_sums
 
     def chunks(self, tile: TileConfig, way: Way) -> Chunks:
         """The memory of a point: chunks of whole tiles."""
-        rows = -(-self.gemm.M // tile.tile_m)
-        each = max(-(-rows // way.chunks), -(-rows // MOST_CHUNKS))
-        dtype = self.summed.between.dtype
-        return Chunks(self.gemm.batch, self.gemm.M, self.gemm.N, dtype, each * tile.tile_m, self.spread)
+        form, dtype = self.form(way), self.summed.between.dtype
+        rows = -(-form.gemm.M // tile.tile_m)
+        each = max(-(-rows // way.chunks), -(-rows // MOST_CHUNKS)) * tile.tile_m
+        owned = form is self.owned
+        return Chunks(self.summed.op.ranks, form.gemm.M, form.gemm.N, dtype, each, self.spread and owned, not owned)
 
     def spec(self, tile: TileConfig, way: Way) -> KernelSpec:
         """The product's kernel, whose store goes to owners of rows."""
-        plain, chunks = spec_of(self.gemm, tile), self.chunks(tile, way)
+        plain, chunks = spec_of(self.form(way).gemm, tile), self.chunks(tile, way)
         (store,) = plain.stores
         rows, columns = plain.config.rows, store.columns
         size = chunks.dtype.size_bytes(1)
         pitches = (chunks.slot(chunks.ranks * chunks.part_room), chunks.columns, 1)
         digits = tuple((name, 1, None) for name in ("b", "row", "column"))
         view = TmaView(0, (2, chunks.rows, chunks.columns), pitches, (1, rows, columns), size, digits)
-        return replace(plain, stores=(Store(store.access, view, columns, store.aux),), chunks=chunks)
+        paced = way.paced and tile.deferred_store
+        return replace(plain, stores=(Store(store.access, view, columns, store.aux),), chunks=chunks, paced=paced)
 
     def compile(self, schedule: Schedule) -> None:
         (_, point), _ = chosen_of(schedule)
@@ -141,12 +198,12 @@ class Plan(Undivided):
     def steps(self, schedule: Schedule) -> Callable[[Mapping[int, torch.Tensor], Symmetric], list[Runner]]:
         """A function that gives the runners of all kernels in turn, each of all sources; the last one has the results."""
         (_, point), (_, behind) = chosen_of(schedule)
-        tile, way, target = point.point(TileConfig), point.point(Way), self.gemm.target
-        spec, chunks, tail = self.spec(tile, way), self.chunks(tile, way), self.tail
-        built, adders = compiled(spec), Adders(chunks, way.adders, target) if self.spread else None
+        tile, way, target = point.point(TileConfig), point.point(Way), self.summed.target
+        spec, chunks, tail = self.spec(tile, way), self.chunks(tile, way), self.form(way).tail
+        built, adders = compiled(spec), Adders(chunks, way.adders, target) if chunks.spread else None
         if adders is not None:
             adders.build()
-        follow = tail.plan.awaiting(behind, Inbox(chunks, self.spread), tail.partials)
+        follow = tail.plan.awaiting(behind, Inbox(chunks, chunks.spread), tail.partials)
         places, tail_places = self.summed.places, [tail.places.get(i, 0) for i in range(tail.count)]
 
         def made(weights: Mapping[int, torch.Tensor], memory: Symmetric) -> list[Runner]:
@@ -164,7 +221,7 @@ class Plan(Undivided):
     def build(self, schedule: Schedule) -> Kernel:
         (_, point), _ = chosen_of(schedule)
         tile, way = point.point(TileConfig), point.point(Way)
-        own, spec, steps, size = Hopper(self.gemm), self.spec(tile, way), self.steps(schedule), self.chunks(tile, way).bytes
+        form, spec, steps, size = self.form(way), self.spec(tile, way), self.steps(schedule), self.chunks(tile, way).bytes
 
         def prepare(weights: Mapping[int, torch.Tensor]) -> Runner:
             *first, last = steps(weights, team().symmetric(self.summed.op.over, size))
@@ -180,9 +237,9 @@ class Plan(Undivided):
             CANDIDATE.name,
             schedule,
             prepare,
-            packed_bytes=own.packing(spec)[0],
-            roundoff=SHORT_SUM_ROUNDOFF if own.short_sums else 0.0,
-            parts=(("gemm", PRODUCT), ("fusion", self.tail.name)),
+            packed_bytes=Hopper(form.gemm).packing(spec)[0],
+            roundoff=SHORT_SUM_ROUNDOFF if self._short_sums else 0.0,
+            parts=(("gemm", PRODUCT), ("fusion", form.tail.name)),
             **vars(needs(compiled(spec).kernel)),
         )
 
@@ -200,8 +257,12 @@ def plan(problem: Problem, target: Target) -> Plan:
         raise Unsupported(
             f"{rows} rows for {op.ranks} ranks: {FEWEST_ROWS} and more, shared out evenly among up to {MOST_RANKS}"
         )
-    gemm = by_owner(plan_of(found.local, target), op.ranks)
-    whole = Plan(found, gemm, found.tail(summed=isinstance(op, AllReduce)))
+    gemm, spread = plan_of(found.local, target), isinstance(op, AllReduce)
+    owned, shared = Form(by_owner(gemm, op.ranks), found.tail(summed=spread)), None
+    further = (op.ranks - 1) * (op.ranks - 2) * found.between.tensor.size_bytes // op.ranks  # bytes, if all are sent all
+    if spread and further <= MOST_SENT and 2 * op.ranks * gemm.M * gemm.N < 1 << 31:
+        shared = Form(by_owner(gemm, 1), found.tail())
+    whole = Plan(found, owned, shared)
     if not any(whole.tiles.values()):
         raise Unsupported("no tile fits shared memory")
     return whole

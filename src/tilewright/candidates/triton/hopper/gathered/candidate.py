@@ -12,6 +12,7 @@ import torch
 from tilewright.candidates.triton.gemm.dots import SHORT_SUM_BITS, SHORT_SUM_ROUNDOFF
 from tilewright.candidates.triton.hopper.arch import require
 from tilewright.candidates.triton.hopper.gathered.spec import GatheredSpec, fitting, gathered_spec
+from tilewright.candidates.triton.hopper.gathered.timeline import expected_us
 from tilewright.candidates.triton.hopper.gemm import kernels
 from tilewright.candidates.triton.hopper.gemm.plan import plan_of
 from tilewright.candidates.triton.hopper.gemm.run import compiled, runner
@@ -28,9 +29,10 @@ from tilewright.schedule.candidate import GEMM, GPU, Candidate, Kernel, Runner, 
 from tilewright.schedule.problem import AnyProblem, Problem
 
 FEWEST_ROWS = 256
-PIECES = (1, 4)  # of a rank's rows
+PIECES = (1, 2, 4)  # of a rank's rows
 PIECE_BYTES = 1 << 20  # of one of several: smaller ones travel at less than half the rate
-TILES = 2  # that are offered with each number of pieces
+TILES = 2  # of the product alone that are offered
+MORE, NEAR = 6, 1.05  # tiles of other shapes, and how much longer than the first of those they may be expected to take
 
 
 @dataclass(frozen=True)
@@ -53,10 +55,38 @@ class Plan:
         return self.product.gemm.M // self.gathered.ranks
 
     @cached_property
-    def tiles(self) -> list[TileConfig]:
-        """The most promising tiles that fit."""
+    def _fit(self) -> list[TileConfig]:
+        """All tiles that fit, the most promising for the product alone first."""
         found = map(self._fitting, tile_configs(self.product.gemm))
-        return list(dict.fromkeys(t for t in found if t is not None))[:TILES]
+        return list(dict.fromkeys(t for t in found if t is not None))
+
+    @property
+    def tiles(self) -> list[TileConfig]:
+        """The most promising tiles of the product alone that fit."""
+        return self._fit[:TILES]
+
+    @cached_property
+    def points(self) -> list[tuple[TileConfig, int]]:
+        """Tiles and numbers of pieces, the most promising first: those that are expected to end first as rows come, the first
+        tiles of the product alone, and the first of both in more pieces."""
+        shapes: dict[tuple[int, int, bool], TileConfig] = {}
+        for tile in self._fit:
+            if not tile.stream_k:  # else shares of a tile come behind all whole ones
+                shapes.setdefault((tile.tile_m, tile.tile_n, tile.pingpong), tile)
+        gemm, ranks, first = self.product.gemm, self.gathered.ranks, self.tiles[0]
+        sent = self.gathered.data_bytes // ranks
+        took = {
+            (tile, n): expected_us(gemm, tile, ranks, sent, n)
+            for n in self.pieces_of_rows
+            for tile in (*shapes.values(), first)
+        }
+        most, best = NEAR * took[first, 1], dict[TileConfig, int]()
+        for tile, n in sorted(took, key=lambda point: took[point]):  # of a tile the fewest pieces of those that are equal
+            if took[tile, n] <= most and len(best) < MORE:
+                best.setdefault(tile, n)
+        tiles = dict.fromkeys((*[*best][:1], first))
+        further = [(tile, n) for n in self.pieces_of_rows[1:] for tile in tiles if took[tile, n] <= most]
+        return [*dict.fromkeys([*best.items(), *((tile, 1) for tile in self.tiles), *further])]
 
     def _fitting(self, tile: TileConfig) -> TileConfig | None:
         return fitting(tile, self.rows, self.product.gemm.target.cores)
@@ -68,7 +98,7 @@ class Plan:
         return [n for n in PIECES if n == 1 or (self.rows % n == 0 and size // n >= PIECE_BYTES)]
 
     def schedules(self) -> list[Schedule]:
-        return [self._point(tile, n) for n in self.pieces_of_rows for tile in self.tiles]
+        return [self._point(tile, n) for tile, n in self.points]
 
     def _point(self, tile: TileConfig, pieces: int) -> Schedule:
         bits = {"acc_bits": SHORT_SUM_BITS} if self.product.short_sums else {}

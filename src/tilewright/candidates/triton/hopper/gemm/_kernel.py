@@ -68,7 +68,8 @@ from tilewright.candidates.triton.runtime._gluon import (
 )
 
 stores_done = statement(chunks.STORED)
-publish = statement(chunks.PUBLISH, "llrrr")
+count = statement(chunks.COUNT, "lrr", "r")
+publish = statement(chunks.PUBLISH, "llrr")
 
 
 # -- kernel
@@ -207,6 +208,9 @@ def consumer(group: gl.constexpr, mainloop, epilogue, reduction, order, scratch,
     deferred_tile = Tile(problem.B, problem.M, zero, zero, zero, ())  # nothing to write yet: TMA drops what lies outside
     if config.owners:
         deferred_tile = Tile(problem.B, problem.M, zero, zero, zero, (zero,))
+    behind_each = 0  # steps behind each of those that need not know the tile
+    if config.paced:
+        behind_each = scheduler.k_tiles // config.prologue_steps - 1
     first, last, every = scheduler.tile_range(group if config.pingpong else 0, 2 if config.pingpong else 1)
     for j in range(first, last, every):
         if config.pingpong:
@@ -239,6 +243,10 @@ def consumer(group: gl.constexpr, mainloop, epilogue, reduction, order, scratch,
                 pipe_read, pipe_release = pipe_read.advance(), pipe_read
                 if config.deferred_store:
                     epilogue.store_deferred(deferred, deferred_tile, k, group)
+                if config.paced:  # so that a link has taken what was stored by the time its buffer is needed again
+                    for _ in range(behind_each):
+                        acc = mainloop.step(acc, pipe_read, pipe_release, box, k, True, True)
+                        pipe_read, pipe_release = pipe_read.advance(), pipe_read
             b, m, n, k0, k1 = scheduler.tile(j)
             if config.gathers:
                 m = left.turned(m, scheduler.tiles_m)
@@ -246,7 +254,7 @@ def consumer(group: gl.constexpr, mainloop, epilogue, reduction, order, scratch,
             if config.aux_load:
                 epilogue.load_aux(0, tile, group)
             # Mainloop.
-            for k in range(config.prologue_steps, k1):
+            for k in range(config.prologue_steps * (1 + behind_each), k1):
                 acc = mainloop.step(acc, pipe_read, pipe_release, box, k, True, True)
                 pipe_read, pipe_release = pipe_read.advance(), pipe_read
             # Epilogue.
@@ -380,7 +388,7 @@ class Epilogue:
     - `put(i, value, side, tile, first, layout)` stores a subtile where TMA cannot.
     - `lines(i, side)` gives the memory of a store that is written by lines, and its rows and columns.
     - `choose(side, col)` tells which of stores that share an epilogue a column is in; see `Tile`. With `owners`, it gives the
-      memory of this rank and of the one of that number, as words.
+      memory of this rank and of those to which tiles of that number go, as words.
     """
 
     descs: gl.tuple
@@ -540,14 +548,17 @@ class Epilogue:
         config: gl.constexpr = self.config
         desc = self.descs[config.store_desc[i]]
         if not config.aux_load:  # else its buffer was free before the operand came
-            tma.store_wait(pending(i, j, config))
+            tma.store_wait(pending(i, j, config) * config.copies)
         self.buffer(i, j, desc.dtype, group).store(gl.convert_layout(value, subtile_layout(i, config)))
         fence_async_shared()
         if config.owners:
             at = self.place(i, self.side, tile.chosen[0], tile.row, tile.first + j * config.subtile_n[i])
         else:
             at = self.place(i, self.side, tile.b, tile.row, tile.first + (j * config.subtile_n[i] - config.store_first[i]))
-        if config.shared_epilogue or config.owners:
+        if config.copies > 1:
+            for k in gl.static_range(config.copies):
+                tma_store(self.descs[k], at, self.box(i, j, self.descs[k], group))
+        elif config.shared_epilogue or config.owners:
             for k in gl.static_range(len(self.descs)):
                 if tile.which == k:
                     tma_store(self.descs[k], at, self.box(i, j, self.descs[k], group))
@@ -632,7 +643,7 @@ class Epilogue:
 
     @gluon.jit
     def publish(self, owner, row):
-        """Counts a tile of `owners` that is stored, its part from `row` on, and tells the owner once a chunk of its rows is
+        """Counts a tile of `owners` that is stored, its part from `row` on, and tells who wants it once a chunk of its rows is
         complete (`expressions/chunks.py`). Every thread waits for its own copies, and then all meet."""
         config: gl.constexpr = self.config
         if owner >= 0:
@@ -642,8 +653,10 @@ class Epilogue:
             chunk = row // (config.chunk_m * config.tile_m)
             tiles = gl.minimum(config.owner_m - chunk * config.chunk_m, config.chunk_m) * config.owner_n
             counter = config.counters_at + 4 * (chunk * config.owners + owner)
-            flag = config.flags_at + 4 * chunk * config.owners
-            publish(words.to(gl.int64), there.to(gl.int64), counter, tiles * config.left_boxes - 1, flag)
+            last = count(words.to(gl.int64), counter, tiles * config.left_boxes - 1)
+            flag = config.flags_at + 4 * chunk * (config.owners * config.copies)
+            for k in gl.static_range(config.copies):
+                publish(words.to(gl.int64), there[k].to(gl.int64), last, flag)
 
     @gluon.jit
     def load_aux(self, first: gl.constexpr, tile, group: gl.constexpr):
@@ -651,7 +664,7 @@ class Epilogue:
         last: gl.constexpr = first + 1 if first > 0 else self.config.store_buffers
         desc = self.aux_descs[0]
         full = self.aux_barriers.index(group)
-        tma.store_wait(self.config.store_buffers - 1 if first > 0 else 0)
+        tma.store_wait((self.config.store_buffers - 1) * self.config.copies if first > 0 else 0)
         mbarrier.expect(full, (last - first) * desc.block_type.nbytes)
         for j in gl.static_range(first, last):
             at = self.aux_place(self.side, tile.b, tile.row, tile.col + j * self.config.subtile_n[0])

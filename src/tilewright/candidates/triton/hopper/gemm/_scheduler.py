@@ -127,13 +127,17 @@ def rasterise(t, tiles_m, tiles_n, group_m: gl.constexpr):
 @gluon.jit
 def by_chunks(t, config: gl.constexpr):
     """Tile number -> number of the owner, tile row, tile column: `chunk_m` tile rows of each owner in turn, then the next ones.
-    So all ranks store to another one each at any time, and a chunk of all owners is done as early as may be."""
+    So all ranks store to another one each at any time, and a chunk of all owners is done as early as may be. With `mixed` these
+    rows of all owners are one group: all links are used at any time, and blocks at work share operands as in larger groups."""
     size: gl.constexpr = config.owners * config.chunk_m * config.owner_n
     chunk = t // size
     r = t % size
     rows = gl.minimum(config.owner_m - chunk * config.chunk_m, config.chunk_m)
     if config.owner_m % config.chunk_m == 0:
         rows = config.chunk_m
-    owner = r // (rows * config.owner_n)
-    r = r % (rows * config.owner_n)
-    return owner, chunk * config.chunk_m + r % rows, r // rows
+    if config.mixed:
+        return r % config.owners, chunk * config.chunk_m + r // config.owners % rows, r // (config.owners * rows)
+    else:
+        owner = r // (rows * config.owner_n)
+        r = r % (rows * config.owner_n)
+        return owner, chunk * config.chunk_m + r % rows, r // rows

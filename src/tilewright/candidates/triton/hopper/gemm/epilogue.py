@@ -120,9 +120,11 @@ def _lines(spec: KernelSpec, i: int, store: Store, numbers: Text) -> str:
 def _choice(spec: KernelSpec, numbers: Text) -> list[str]:
     """The body of `choose`: of stores that share an epilogue the one, by the first column, its column there, and its leaves; of
     `owners` the memory, by number."""
+    if spec.config.copies > 1:
+        return [f"return own, {_tuple([f'to{r}' for r in range(spec.config.copies)])}"]
     if spec.config.owners:
         others = [line for r in range(1, spec.config.owners) for line in (f"if col == {r}:", f"    there = to{r}")]
-        return ["there = to0", *others, "return own, there"]
+        return ["there = to0", *others, "return own, (there, )"]
     if not spec.config.shared_epilogue:
         return ["return ()"]
     first, up = spec.stores[0], spec.plan.up

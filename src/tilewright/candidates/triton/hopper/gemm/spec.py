@@ -56,6 +56,9 @@ class KernelConfig(TileConfig):
     consumer_registers: int  # of a thread, of 64K in all
     producer_registers: int  # of a thread of the warp that loads: more where words are asked for as well
     owners: int = 0  # ranks into whose memory tiles go, each of which owns the rows of a matrix of the batch; 0: they stay here
+    paced: bool = False  # subtiles of a deferred tile leave one by one over all products of the next tile, not behind its first
+    mixed: bool = False  # tiles of all owners are multiplied side by side, not those of one and then of the next
+    copies: int = 1  # ranks to which each tile goes: all, where there is one owner, which stands for every rank
     owner_m: int = 0  # tile rows of each
     owner_n: int = 0  # tiles of each of them
     chunk_m: int = 0  # tile rows that an owner is told of at once
@@ -172,7 +175,9 @@ class KernelSpec:
         plan, tile: see there.
         acc: type of the sums.
         stores: the results.
-        chunks: the memory of ranks into which the one store goes, if it does: rows of each matrix of the batch are a rank's.
+        chunks: the memory of ranks into which the one store goes, if it does: rows of each matrix of the batch are a rank's,
+            or those of the only one all ranks'.
+        paced: a deferred tile leaves as evenly as may be, since links take longer than this chip's memory.
     """
 
     plan: HopperGemm
@@ -180,6 +185,7 @@ class KernelSpec:
     acc: DType
     stores: tuple[Store, ...]
     chunks: Chunks | None = field(default=None, kw_only=True)
+    paced: bool = field(default=False, kw_only=True)
 
     kernel: ClassVar[str] = "tilewright.candidates.triton.hopper.gemm._kernel.gemm"
 
@@ -216,7 +222,10 @@ class KernelSpec:
         }
         if self.chunks is not None:
             constants |= {
-                "owners": self.chunks.ranks,
+                "owners": 1 if self.chunks.shared else self.chunks.ranks,
+                "copies": self.chunks.ranks if self.chunks.shared else 1,
+                "paced": self.paced,
+                "mixed": self.chunks.spread,
                 "owner_m": -(-plan.M // tile.tile_m),
                 "owner_n": -(-plan.N // tile.tile_n),
                 "chunk_m": self.chunks.chunk // tile.tile_m,
