@@ -83,7 +83,7 @@ class Layer:
 
     @cached_property
     def generator(self) -> torch.Generator:
-        return torch.Generator().manual_seed(11 + self.job.rank)
+        return torch.Generator(self.job.device).manual_seed(11 + self.job.rank)  # a CPU with one thread for it takes seconds
 
     @property
     def decodes(self) -> bool:
@@ -104,7 +104,11 @@ class Layer:
         return {name: self._weight(n, k, self.job.world if name in ("o", "down") else 1) for name, (n, k) in shapes.items()}
 
     def _weight(self, n: int, k: int, ranks: int) -> dict[str, torch.Tensor]:
-        w = torch.randn(n, k, generator=self.generator) / math.sqrt(k * ranks)
+        w = torch.randn(n, k, generator=self.generator, device=self.job.device) / math.sqrt(k * ranks)
+        return {name: t.cpu() for name, t in self._as_stored(w).items()}
+
+    def _as_stored(self, w: torch.Tensor) -> dict[str, torch.Tensor]:
+        n, k = w.shape
         if self.dtype == "fp8":
             scale = w.abs().amax(1, keepdim=True) / 448.0
             return {"b": (w / scale).to(torch.float8_e4m3fn), "b_scale": scale}
@@ -189,11 +193,13 @@ class Layer:
     @cached_property
     def values(self) -> list[torch.Tensor]:
         """The inputs' values: the residual stream the same on all ranks."""
-        common = torch.Generator().manual_seed(3)
-        found = [
-            torch.randn(n.shape, generator=common if label_of(n) == "x" else self.generator).bfloat16() for n in self.inputs()
-        ]
-        return [t.to(self.job.device) for t in found]
+        common = torch.Generator(self.job.device).manual_seed(3)
+
+        def drawn(n: Node) -> torch.Tensor:
+            generator = common if label_of(n) == "x" else self.generator
+            return torch.randn(n.shape, generator=generator, device=self.job.device).bfloat16()
+
+        return [drawn(n) for n in self.inputs()]
 
     def whole(self) -> Graph:
         """One rank's program."""

@@ -44,9 +44,9 @@ from tilewright.ir.graph import Graph, Node, label_of, substitute
 from tilewright.ir.mesh import Mesh, Placement
 from tilewright.ir.notation import parse
 from tilewright.ir.ops import AllGather, AllReduce, LayerNorm, Quantize, ReduceScatter
-from tilewright.lowering.pieces import own_of
+from tilewright.lowering.pieces import BY, chosen_of, own_of
 from tilewright.on_mesh import MeshProgram
-from tilewright.schedule.candidate import labelled
+from tilewright.schedule.candidate import Schedule, labelled
 
 LAYERS = {"qkv": ("all_gather", 10240, 8192), "o": ("reduce", 8192, 8192), "gate_up": ("all_gather", 57344, 8192)}
 LAYERS["down"] = ("reduce", 8192, 28672)  # N and K of the whole weight
@@ -55,6 +55,7 @@ ONE_SHOT_BYTES = 8 << 20
 COLD_BYTES = 192 << 20  # written before each call
 GROUP = 128
 EPSILON = 1e-5
+WIDTH = 300  # of a line for a point
 Run = Callable[[], Any]
 
 
@@ -146,20 +147,23 @@ class Layer:
 
     def __post_init__(self) -> None:
         job, m = self.job, self.rows
-        generator = torch.Generator().manual_seed(7 + job.rank)
+        generator = torch.Generator(job.device).manual_seed(7 + job.rank)  # ranks have one thread each: a CPU takes seconds
+        drawn: Any = {"generator": generator, "device": job.device}
         have = m // job.world if self.collective == "all_gather" else m
         kind = {"bf16": "bf16", "fp8": "f8e4m3fn", "w4": "bf16"}[self.dtype]
         scales = {"bf16": "", "fp8": " scale=channel", "w4": ""}[self.dtype]
         right = f"s4[{self.n},{self.k}]^T group={GROUP}" if self.dtype == "w4" else f"{kind}[{self.n},{self.k}]^T{scales}"
         self.line = f"{kind}[{m},{self.k}]{scales} @ {right} -> bf16"
-        self.x = torch.randn(have, self.k, generator=generator).bfloat16()
-        w = torch.randn(self.n, self.k, generator=generator) / math.sqrt(self.k * job.world)
+        self.x = torch.randn(have, self.k, **drawn).bfloat16()
+        w = torch.randn(self.n, self.k, **drawn) / math.sqrt(self.k * job.world)
         self.given: dict[str, torch.Tensor] = {"a": self.x, "b": w.bfloat16()}
         if self.dtype == "fp8":
             for name, value in (("a", self.x.float()), ("b", w)):
                 largest = value.abs().amax(1, keepdim=True).clamp_min(1e-12)
                 if name == "a" and self.collective != "all_gather":  # a row's parts share its scale
+                    largest = largest.cpu()
                     dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=job.control)
+                    largest = largest.to(job.device)
                 scale = largest / 448.0
                 self.given[name], self.given[f"{name}_scale"] = (value / scale).to(torch.float8_e4m3fn), scale
         if self.dtype == "w4":
@@ -182,7 +186,7 @@ class Layer:
         for name, n in known.items():
             value = self.given[name].reshape([-1, *n.shape[1:]]) if len(n.shape) == 2 else self.given[name].reshape(-1)
             if name.startswith("b"):
-                stand_in[n] = const(value.reshape(n.shape).to(n.dtype.to_torch()), n.dtype)
+                stand_in[n] = const(value.reshape(n.shape).to(n.dtype.to_torch()).cpu(), n.dtype)
                 continue
             own = input_(name, n.dtype, value.shape)
             inputs.append(own)
@@ -219,11 +223,11 @@ class Layer:
         decisions = [s.decision for s in program.steps if s.decision is not None]
         self.kernels = [d.kernel.candidate for d in decisions]
         self.points = [
-            f"{labelled(name, own_of(schedule))}: {why}"
+            f"{'' if us is None else f'{us:.1f} µs':>11}  {point_words(name, schedule)}  {why if us is None else ''}".rstrip()
             for d in decisions
-            for name, schedule, why in [
-                (d.kernel.candidate, d.kernel.schedule, f"{d.time_us or 0.0:.1f} µs, taken"),
-                *((r.candidate, r.schedule, r.why) for r in d.rejected),
+            for name, schedule, us, why in [
+                (d.kernel.candidate, d.kernel.schedule, d.time_us, ""),
+                *((r.candidate, r.schedule, r.time_us, r.why) for r in d.rejected),
             ]
         ]
         names = [label_of(n) for n in program.graph.inputs]
@@ -321,6 +325,19 @@ def packed_by_torch(codes: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Ten
     return packed, pairs
 
 
+def point_words(name: str, schedule: Schedule) -> str:
+    """A candidate with the settings of its point: its own, where its pieces were searched by themselves; those of its kernels,
+    where it has no other. What is off or 0 is left out."""
+
+    def on(point: Schedule) -> Schedule:
+        return Schedule(tuple((k, v) for k, v in point.knobs if v))
+
+    own = own_of(schedule)
+    if own.knobs or BY not in dict(schedule.knobs):
+        return labelled(name, on(own))
+    return f"{name}: {', '.join(labelled(kernel, on(point)) for kernel, point in chosen_of(schedule))}"
+
+
 def first(results: Any) -> torch.Tensor:
     return results[0] if isinstance(results, (list, tuple)) else results
 
@@ -407,7 +424,7 @@ def main(
         if run is None or ways is None:
             continue
         right = first(run()).float()
-        row["kernels"], row["us"] = layer.kernels, {"ours": job.timed(run)}
+        row["kernels"], row["points"], row["us"] = layer.kernels, layer.points, {"ours": job.timed(run)}
         row["off"] = {}
         for way, op in ways.items():
             got = job.together(op)
@@ -429,7 +446,7 @@ def main(
                 f"{best / row['us']['ours']:.2f}  off {worst:.2g}  {'+'.join(layer.kernels)}  {row.get('stress', '')}"
             )
             for line in layer.points if points else ():
-                click.echo(f"    {line[:200]}")
+                click.echo(f"    {line[:WIDTH]}")
     if job.rank == 0 and file is not None:
         file.write_text(json.dumps({"link_gbps": rate, "world": job.world, "rows": table}, indent=1))
     job.ended()

@@ -121,8 +121,13 @@ def test_calibration_on_the_gpu_sees_what_the_cpu_sees() -> None:
 
 def test_what_ranks_must_give_is_worked_out_on_the_device():
     problem, mesh = summed("bf16[48,64] @ bf16[96,64]^T -> bf16", 2), Mesh.parse("tp=2")
-    (_, here), (_, there) = (
-        expect_on_mesh(problem, lambda r: random_sources(problem, seed=r), mesh, 1, device) for device in ("cpu", "cuda")
-    )
+
+    def on_cpu(r: int) -> list[torch.Tensor]:
+        with torch.device("cpu"):
+            return random_sources(problem, seed=r)
+
+    (_, here), (_, there) = (expect_on_mesh(problem, on_cpu, mesh, 1, device) for device in ("cpu", "cuda"))
+    first, second = (expect_on_mesh(problem, lambda r: random_sources(problem, seed=r), mesh, 1, "cuda")[0] for _ in range(2))
+    assert all(a.device.type == "cuda" and torch.equal(a, b) for a, b in zip(first, second, strict=True))
     assert all(t.device.type == "cuda" for t in there.reference)
     torch.testing.assert_close(here.reference[0], there.reference[0].cpu(), rtol=1e-2, atol=1e-2)  # the sum, before codes

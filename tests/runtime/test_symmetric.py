@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -52,10 +53,12 @@ def refusals(rank: int) -> object:
         buffers = [torch.zeros(64, dtype=torch.uint8), torch.ones(64, dtype=torch.uint8)]
         handle = SimpleNamespace(rank=rank, multicast_ptr=multicast, get_buffer=lambda i, size, dtype: buffers[i])
         torch.cuda.synchronize = lambda *_: None  # type: ignore[assignment]
-        symmetric.enable_symm_mem_for_group = lambda *_: None  # type: ignore[assignment]
         symmetric.empty = lambda size, dtype, device: torch.ones(size, dtype=dtype)  # type: ignore[assignment]
         symmetric.rendezvous = lambda t, name: handle  # type: ignore[assignment]
-        got = reached(group.made, group.order, 64, "cuda:0", team.peers)
+        with warnings.catch_warnings(record=True) as warned:
+            warnings.simplefilter("always")
+            got = reached(group.made, group.order, 64, "cuda:0", team.peers)
+        assert not warned
         return f"{[len(t) for t in got]} {int(got[rank].sum())} {int(got[1 - rank][0]) == 1 - rank}"
 
     found.append(fake(0))

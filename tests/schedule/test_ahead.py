@@ -22,7 +22,7 @@ from tilewright.ir.graph import Graph
 from tilewright.ir.notation import parse
 from tilewright.ir.ops import gemm
 from tilewright.schedule import ahead, budget
-from tilewright.schedule.candidate import planned
+from tilewright.schedule.candidate import Schedule, planned
 from tilewright.schedule.fork_server import SWITCH, fork_server
 from tilewright.schedule.problem import problem_of
 from tilewright.schedule.worker import pickled, settings_here
@@ -93,7 +93,7 @@ def test_all_that_competes_from_the_start_is_compiled_before_pieces():
 
 def test_layers_that_differ_in_scales_are_compiled_once_and_nothing_where_nothing_is_measured(monkeypatch):
     asked = []
-    monkeypatch.setattr(budget, "Ahead", lambda p, target, *, within_s, chosen: asked.append((p, within_s, chosen)))
+    monkeypatch.setattr(budget, "Ahead", lambda p, target, *, within_s, chosen, most: asked.append((p, within_s, chosen)))
     given, w = input_("x", F32, (8, 8)), input_("w", F32, (8, 8))
     value = given
     for scale in (0.3, 0.7):
@@ -259,6 +259,32 @@ def test_it_is_told_what_was_compiled_and_what_failed(processes, monkeypatch):
     told = []
     assert ahead.compile_ahead([first, second], detect("cpu"), done=told.append) == 2
     assert sorted(told, key=str) == sorted([first, second], key=str)
+
+
+def test_of_points_that_are_named_each_is_waited_for_by_itself(monkeypatch):
+    """One is made, the other is not; a problem of which one is named waits for both."""
+    problem = problem_of(parse(LINE).outputs[0])
+    first, second = ((problem, "hopper", Schedule.of(tile_m=m)) for m in (64, 128))
+    go_on, told = threading.Event(), []
+
+    def work_off(started, messages, unanswered, within_s, done, over):
+        (one, _), (other, _) = messages
+        told.append((one, other))
+        for what in one:
+            if what != problem:
+                done(what)
+        assert go_on.wait(60)
+
+    monkeypatch.setattr(ahead, "used_fork_server", Mock)
+    monkeypatch.setattr(ahead, "_compile_workers", lambda known, count: iter(()))
+    monkeypatch.setattr(ahead, "_work_off", work_off)
+    begun = ahead.Ahead([], H200, chosen=[first, second], most=3)
+    begun.wait_for_any(60)
+    assert told == [([problem, first], [problem, second])]
+    assert not begun.waits(first) and begun.waits(second) and begun.waits(problem)
+    go_on.set()
+    begun.wait(problem, 60)
+    assert not begun.waits((problem, "hopper", Schedule()))  # nobody makes it
 
 
 def test_where_no_process_may_be_started_nothing_is_compiled(monkeypatch):

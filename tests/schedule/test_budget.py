@@ -277,7 +277,7 @@ def test_a_gpus_code_is_made_by_several_processes_once_the_time_is_over(clock, m
     begun, waited = [], []
 
     class Ahead:
-        def __init__(self, problems, target, *, within_s=None, first=False, chosen=()):
+        def __init__(self, problems, target, *, within_s=None, first=False, chosen=(), most=16):
             begun.append(([p.N for p in problems], within_s, first))
 
         def unready(self, problem):

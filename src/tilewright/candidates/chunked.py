@@ -196,6 +196,15 @@ class Plan:
             for problem, piece in self._every.items()
         ]
 
+    def pieces_of(self, schedule: Schedule) -> list[AnyProblem]:
+        """Those that one point needs."""
+        return [p.rows.problem for p in self.points[schedule]]
+
+    def overlapped(self, schedule: Schedule) -> int:
+        """The number of parts of which one is multiplied while another one travels: each rank's of its own, but for sums of
+        all rows."""
+        return cast("int", schedule["chunks"]) * (1 if self.kind == REDUCE else self.ranks)
+
     def of_pieces(self, schedule: Schedule, chosen: Sequence[tuple[str, Schedule]]) -> Schedule:
         """A point with candidate and point of each of its pieces, of those chosen for the pieces of all points."""
         known = dict(zip(self._every, chosen, strict=True))

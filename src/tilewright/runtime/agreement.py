@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Protocol, cast
+from typing import cast
 
 import msgspec
 import torch
@@ -23,16 +23,19 @@ import torch
 from tilewright.deadline import Budget
 from tilewright.errors import PeerError, say
 from tilewright.hardware.ceilings import cache_folder
+from tilewright.hardware.links import kept_links, key_of, links_for
 from tilewright.hardware.target import Target
 from tilewright.ir.graph import Graph, Node, attributes, toposort
 from tilewright.ir.literal import bits_of
 from tilewright.ir.ops import Const
+from tilewright.processors import usable
 from tilewright.progress import Progress
 from tilewright.runtime.steps import Posed
 from tilewright.runtime.team import ProcessTeam
-from tilewright.schedule.ahead import compile_ahead
+from tilewright.runtime.ways import BetweenPlan, Point, Ways, expected_us
+from tilewright.schedule.ahead import LOOK_S, MOST_PROCESSES, Ahead, Job
 from tilewright.schedule.bench import failure
-from tilewright.schedule.budget import LONGEST_S, BudgetedChooser, ordinary
+from tilewright.schedule.budget import LONGEST, LONGEST_S, BudgetedChooser, ordinary
 from tilewright.schedule.candidate import (
     LAST_RESORT,
     Candidate,
@@ -56,37 +59,17 @@ from tilewright.schedule.measure import all_same, last_cache_bytes, other_data, 
 from tilewright.schedule.problem import AnyProblem, collectives_of
 from tilewright.schedule.record import Choice
 from tilewright.schedule.sample import random_sources
-from tilewright.schedule.search import Decision, Rejected, by_reference
+from tilewright.schedule.search import Decision, by_reference
 from tilewright.schedule.tuning_database import TuningDatabase, rebuilt, repeat
 
-
-class BetweenPlan(Protocol):
-    """A plan for a problem with operations between ranks, of pieces that are problems of one rank alone."""
-
-    def pieces_with(self, weights: Mapping[int, torch.Tensor]) -> list[tuple[AnyProblem, dict[int, torch.Tensor]]]:
-        """The pieces, each with its constant sources at hand by index."""
-        ...
-
-    def schedules(self) -> Sequence[Schedule]:
-        """The points, but for those of the pieces."""
-        ...
-
-    def of_pieces(self, schedule: Schedule, chosen: Sequence[tuple[str, Schedule]]) -> Schedule:
-        """A point with candidate and point of each piece."""
-        ...
-
-    def build(self, schedule: Schedule) -> Kernel:
-        """A kernel for one point."""
-        ...
-
-
 SEARCHING = 0.7  # of the time, for problems of one rank alone
-AHEAD = 0.6  # of what is left for a problem with operations between ranks, for compiling
-MOST_AHEAD = 32  # points of one that are compiled ahead
-PLAIN = "sequential"  # the candidate that communicates and multiplies one after the other
+BESIDE = 0.5  # of what is left, for those while problems with operations between ranks wait
+HEAD_S, LEAST_BESIDE = 0.5, 0.25  # kept back for each of the first points of these, but for so much of what is left
+MOST_AHEAD = 32  # points of a problem whose machine code is made beforehand
 GRAPHED = 16  # calls in a CUDA graph that is timed: ranks begin it some 50 µs apart
 TIMING_S = 0.2  # for timing one point of a problem that all ranks take part in
 LEAST, MOST = 3, 30  # calls of it
+COMPILED = ("cuda",)  # kinds of device whose machine code other processes make
 LATE_S = 0.005  # that one rank, drawn by lot, comes late to a call that is checked
 MOST_OTHERS = 4  # points that are tried where the best one fails on a rank
 
@@ -112,12 +95,14 @@ class Chosen(Choice, frozen=True, kw_only=True):
 
 @dataclass
 class _Local:
-    """A problem of one rank alone: its constant sources at hand, how many steps pose it, and its text."""
+    """A problem of one rank alone: its constant sources at hand, how many steps pose it, its text, and whether the program can
+    do without it."""
 
     problem: AnyProblem
     weights: Mapping[int, torch.Tensor]
     count: int
     text: str
+    spare: bool
 
 
 class Agreed:
@@ -139,7 +124,10 @@ class Agreed:
         self._team, self._target, self._budget, self._progress, self._database = team, target, budget, progress, database
         self._measures = budget.seconds > 0
         self._chosen: dict[AnyProblem, Decision] = {}
-        self._between_left = 1  # problems with operations between ranks that are not chosen yet
+        self._drawn_data: dict[AnyProblem, _Checked | None] = {}
+        self._aheads, self._beside = list[Ahead](), False
+        self._accepted_s = 0.0  # for which a decision on a problem of one rank alone was made that will do
+        self._begun = set[Job]()  # whose machine code some rank makes, or made
 
     def __call__(self, problem: AnyProblem, weights: Mapping[int, torch.Tensor]) -> Decision:
         return self._chosen[problem]
@@ -148,27 +136,70 @@ class Agreed:
         """Choose for all problems of a program. Every rank calls it with the same ones, in the same order."""
         # Clocks differ: what rank 0 does, all do.
         self._measures = self._team.peers.gathered(self._measures, bool, "the time there is")[0]
-        steps = Counter(p.problem for p in posed)
-        given = {p.problem: p.weights for p in reversed(posed)}
-        between = {p: self._plans(p) for p in dict.fromkeys(p.problem for p in posed) if collectives_of(p)}
-        local: dict[AnyProblem, _Local] = {}
-
-        def add(problem: AnyProblem, weights: Mapping[int, torch.Tensor], count: int) -> None:
-            one = local.setdefault(problem, _Local(problem, weights, 0, text_of(problem)))
-            one.count += count
-
-        for problem in dict.fromkeys(p.problem for p in posed):
-            if problem not in between:
-                add(problem, given[problem], steps[problem])
-            for plan in between.get(problem, {}).values():
-                for piece, held in plan.pieces_with(given[problem]):
-                    add(piece, held, steps[problem])
-        self._choose_local(list(local.values()))
-        for n, (problem, plans) in enumerate(between.items()):
-            self._between_left = len(between) - n
-            self._chosen[problem] = self._choose_between(problem, plans)
+        try:
+            self._deal(posed)
+        finally:
+            for ahead in self._aheads:
+                ahead.stop()
+            self._drawn_data.clear()
         said = [(d.kernel.candidate, d.kernel.schedule.knobs) for p in posed for d in [self._chosen[p.problem]]]
         self._team.peers.agree({"the kernels chosen": digest(msgspec.json.encode(said))}, "the choice of kernels")
+
+    def _deal(self, posed: Sequence[Posed]) -> None:
+        """Choose what all take part in of what rank 0 knows; then in waves: problems of one rank alone that the wave's points
+        are made of, and these points. Meanwhile machine code is made of points that need no such problem."""
+        steps, given = Counter(p.problem for p in posed), {p.problem: p.weights for p in reversed(posed)}
+        problems = [*dict.fromkeys(p.problem for p in posed)]
+        between = {p: self._plans(p) for p in problems if collectives_of(p)}
+        known = {p: self._known(p, plans) for p, plans in between.items()}
+        every = {p: Ways(p, plans, self._measures) for p, plans in between.items()}
+        self._beside = self._measures and bool(every)
+        # The same in the next compile, whatever is known then.
+        alone = {*problems}.difference(between)
+        alone |= {p for plans in between.values() for plan in plans.values() for p, _ in plan.pieces_with({})}
+        seconds = self._budget.seconds
+        even_s = BESIDE * seconds * self._team.mesh.size / max(len(alone), 1)
+        self._accepted_s = min(even_s, max(LONGEST_S, LONGEST * seconds))
+        for problem, (told, whole) in known.items():
+            if told is not None and not whole:
+                every[problem].go_on_from(told)
+        self._compile_ahead([w for p, w in every.items() if known[p][0] is None or not known[p][1]])
+        for problem, (told, whole) in known.items():
+            found = self._recalled(problem, between[problem], told) if told is not None and whole else None
+            if found is not None:
+                self._chosen[problem] = found
+                del every[problem]
+
+        def local(wanted: Mapping[AnyProblem, Sequence[AnyProblem]], own: Sequence[AnyProblem]) -> list[_Local]:
+            """The problems of one rank alone that others want (`wanted`) and that are not chosen yet, and the program's own."""
+            found = {p: _Local(p, given[p], steps[p], text_of(p), False) for p in own}
+            for problem, pieces in wanted.items():
+                ways = every[problem]
+                held = {p: w for plan in ways.plans.values() for p, w in plan.pieces_with(given[problem])}
+                for piece in dict.fromkeys(pieces):
+                    one = found.setdefault(piece, _Local(piece, held[piece], 0, text_of(piece), True))
+                    one.count += steps[problem]
+                    one.spare = one.spare and piece not in ways.plain
+            return [one for p, one in found.items() if p not in self._chosen]
+
+        own = [p for p in problems if p not in between]
+        cold = sum(t.nbytes for held in given.values() for t in held.values()) > last_cache_bytes(self._target)
+        for number in range(max((w.waves for w in every.values()), default=0) or 1):
+            waves = {p: w.wave(number) for p, w in every.items() if self._measures or not w.passed}
+            waves = {p: points for p, points in waves.items() if points}
+            if number and (not waves or (self._measures and self._agreed(self._budget.over()))):
+                break
+            if number and self._measures:  # while code of pieces is made
+                self._search_each(every, waves, 0.5)
+            pieces = {p: [piece for point in points for piece in point.needs] for p, points in waves.items()}
+            self._choose_local(local(pieces, own if number == 0 else ()), sum(map(len, waves.values())), cold=cold)
+            self._beside = False
+            self._compile_ahead([*every.values()], pieces=number == 0)
+            if number == 0 and self._measures:
+                self._order([*every.values()])
+            self._search_each(every, waves)
+        for problem, ways in every.items():
+            self._chosen[problem] = self._decided(ways)
 
     def _plans(self, problem: AnyProblem) -> dict[Candidate, BetweenPlan]:
         """The plans of candidates for a problem with operations between ranks, but for the reference."""
@@ -176,16 +207,17 @@ class Agreed:
         found = {c: planned(c, problem, self._target) for c in able if concerns(c, problem, self._target)}
         return {c: cast("BetweenPlan", p) for c, p in found.items() if not isinstance(p, Refusal)}
 
-    def _choose_local(self, local: Sequence[_Local]) -> None:
-        """Search this rank's share, and take the others' choices for the rest."""
+    def _choose_local(self, local: Sequence[_Local], points: int, *, cold: bool) -> None:
+        """Search this rank's share, and take the others' choices for the rest; `points` between ranks are tried next. Problems
+        that the program can do without are left out once the time is over, or where what was found does not do everywhere."""
+        if not local:
+            return
         peers, own = self._team.peers, self._team.rank
         mine = self._dealt(local)
-        share = [one for one, r in zip(local, mine, strict=True) if r == own]
+        share = sorted((one for one, r in zip(local, mine, strict=True) if r == own), key=lambda one: one.spare)
         found: dict[int, Chosen] = {}
         if share:
-            size = sum(t.nbytes for one in local for t in one.weights.values())
-            cold = size > last_cache_bytes(self._target)
-            within = self._budget.part(SEARCHING * self._budget.left_s())
+            within = self._budget.part(self._local_s(points))
             shared = BudgetedChooser(
                 {one.problem: one.count for one in share},
                 self._target,
@@ -193,49 +225,63 @@ class Agreed:
                 cold=cold,
                 progress=self._progress,
                 database=self._database,
+                most=self._processes(),
+                accepted_s=self._accepted_s,
             )
-            for one in sorted(share, key=lambda one: -shared.weight(one.problem)):
-                self._chosen[one.problem] = shared(one.problem, one.weights)
-            own_ones = {i: self._chosen[one.problem] for i, one in enumerate(local) if mine[i] == own}
-            found = {i: choice_of(d, Chosen, recalled=d.recalled) for i, d in own_ones.items()}
+            share.sort(key=lambda one: (one.spare, -shared.weight(one.problem)))
+            while share:
+                one = share.pop(shared.turn([one.problem for one in share]))
+                if not (one.spare and within.over()):
+                    self._chosen[one.problem] = shared(one.problem, one.weights)
+            own_ones = {i: self._chosen.get(one.problem) for i, one in enumerate(local) if mine[i] == own}
+            found = {i: choice_of(d, Chosen, recalled=d.recalled) for i, d in own_ones.items() if d is not None}
         told = peers.gathered(found, dict[int, Chosen], "the kernels that others searched")
         chosen = {i: c for by_rank in told for i, c in by_rank.items()}
-        points = {i: [(c.candidate, Schedule(c.knobs)), *c.others()[:MOST_OTHERS]] for i, c in chosen.items()}
-        failing, attempt = [i for i in range(len(local)) if mine[i] != own], 0
-        here = [i for i in range(len(local)) if mine[i] == own]
+        points_of = {i: [(c.candidate, Schedule(c.knobs)), *c.others()[:MOST_OTHERS]] for i, c in chosen.items()}
+        failing, attempt = [i for i in chosen if mine[i] != own], 0
+        here = [i for i in chosen if mine[i] == own]
         while True:
-            bad = [i for i in failing if not self._take(local, i, points[i], attempt)]
+            bad = [i for i in failing if not self._take(local, i, points_of[i], attempt)]
             bad = sorted({i for by_rank in peers.gathered(bad, list[int], "the check of kernels") for i in by_rank})
             for i in {*failing, *here} - {*bad}:
                 if attempt == 0:
                     self._chosen[local[i].problem] = chosen[i].told(self._chosen[local[i].problem])
                 if attempt == 0 and self._database is not None and mine[i] != own:
-                    self._database.keep(self._chosen[local[i].problem], self._accepted_s(len(local)))
+                    checked = replace(self._chosen[local[i].problem], verified=not local[i].spare)
+                    self._database.keep(checked, self._accepted_s)
+            for i in [i for i in bad if local[i].spare]:
+                self._chosen.pop(local[i].problem, None)
+                bad.remove(i)
             if not bad:
                 return
             for i in bad:
-                say(f"{points[i][min(attempt, len(points[i]) - 1)][0]} fails on a rank: {local[i].problem}; all take another")
+                last = points_of[i][min(attempt, len(points_of[i]) - 1)][0]
+                say(f"{last} fails on a rank: {local[i].problem}; all take another")
             failing, here, attempt = bad, [], attempt + 1
 
+    def _local_s(self, points: int) -> float:
+        """The seconds for problems of one rank alone, so many points of others being tried behind them."""
+        left_s = self._budget.left_s()
+        if not points:
+            return SEARCHING * left_s
+        return min(BESIDE * left_s, max(left_s - HEAD_S * points, LEAST_BESIDE * left_s))
+
     def _take(self, local: Sequence[_Local], i: int, points: Sequence[tuple[str, Schedule]], attempt: int) -> bool:
-        """Build and verify a point here; behind the last one the reference, which passes. Tell whether it does."""
+        """Build and verify a point here; behind the last one the reference, which passes. Tell whether it does. A piece that
+        the program can do without is verified with the whole of which it is a piece."""
         one, target = local[i], self._target
         if attempt >= len(points):
             self._chosen[one.problem] = by_reference(one.problem, target)
             return True
         name, schedule = points[attempt]
         alike = any(o.text == one.text and o.problem in self._chosen for o in local[:i])
-        if alike and ordinary(one.problem):
+        if one.spare or (alike and ordinary(one.problem)):
             found = rebuilt(one.problem, target, name, schedule)
         else:
             found = repeat(one.problem, target, name, schedule, one.weights)
         if found is not None:
             self._chosen[one.problem] = found
         return found is not None
-
-    def _accepted_s(self, count: int) -> float:
-        """The seconds that a search of a problem counts as."""
-        return min(self._budget.seconds * self._team.mesh.size / max(count, 1), LONGEST_S)
 
     def _dealt(self, local: Sequence[_Local]) -> list[int]:
         """The rank that searches each problem, as rank 0 says: it takes those that it knows, and the others go to whoever has
@@ -245,8 +291,8 @@ class Agreed:
             heavy: dict[str, float] = {}
             for one in local:
                 heavy[one.text] = heavy.get(one.text, 0.0) + one.count * least_us(one.problem, self._target)
-            accepted_s, database = self._accepted_s(len(heavy)), self._database
-            known = {o.text for o in local if database is not None and database.known(o.problem, accepted_s)}
+            database = self._database
+            known = {o.text for o in local if database is not None and database.known(o.problem, self._accepted_s)}
             loads = dict.fromkeys(reversed(range(self._team.mesh.size)), 0.0)
             by_text = dict.fromkeys(known, 0)
             for text in sorted(heavy.keys() - known, key=lambda t: (-heavy[t], t)):
@@ -255,14 +301,13 @@ class Agreed:
             said = [by_text[one.text] for one in local]
         return self._team.peers.gathered(said, list[int], "the problems dealt out")[0]
 
-    def _choose_between(self, problem: AnyProblem, plans: Mapping[Candidate, BetweenPlan]) -> Decision:
-        """The fastest point of a problem with operations between ranks that gives the right results on all of them."""
-        checked = self._drawn(problem)
-        found = self._recalled(problem, plans, checked)
-        if found is not None:
-            return found
-        found = self._searched(problem, plans, checked)
-        if self._together is not None and found.kernel.candidate in {c.name for c in plans}:
+    def _decided(self, ways: Ways) -> Decision:
+        """The fastest point that gives the right results on all ranks, which rank 0 keeps."""
+        found = ways.decision(self._chosen)
+        if found is None:
+            found = by_reference(ways.problem, self._target)
+            return replace(found, rejected=ways.rejected, verified=self._drawn_for(ways.problem) is not None)
+        if self._together is not None:
             whole = not any(r.kind == "untried" for r in found.rejected)
             self._together.keep(found, self._together_s() if whole else 0.0)  # the next compile goes on
         return found
@@ -270,23 +315,28 @@ class Agreed:
     def _together_s(self) -> float:
         return TIMING_S if self._measures else 0.0
 
-    def _recalled(
-        self, problem: AnyProblem, plans: Mapping[Candidate, BetweenPlan], checked: _Checked | None
-    ) -> Decision | None:
-        """The decision that rank 0 knows for a problem that all take part in, if it still passes on all ranks."""
-        noted = None if self._together is None else self._together.noted(problem, self._together_s())
-        record = None
-        if noted is not None:
-            record = Chosen(noted.candidate, noted.knobs, noted.time_us, noted.rejected, noted.provisional, recalled=True)
-        said = self._team.peers.gathered(record, Chosen | None, "what is known of a problem")[0]  # type: ignore[arg-type]
-        plan = None if said is None else next((p for c, p in plans.items() if c.name == said.candidate), None)
-        if said is None or plan is None:
-            return None
-        kernel, runner, why = self._built(plan, Schedule(said.knobs), checked)
+    def _known(self, problem: AnyProblem, plans: Mapping[Candidate, BetweenPlan]) -> tuple[Chosen | None, bool]:
+        """The decision that rank 0 knows for a problem that all take part in, and whether it will do: where that was cut short,
+        and there is time, it is gone on from."""
+        record, whole = None, True
+        if self._together is not None:
+            noted = self._together.noted(problem, self._together_s())
+            if noted is None and self._measures:
+                noted, whole = self._together.noted(problem, 0.0), False
+            if noted is not None and (whole or (noted.time_us is not None and not noted.provisional)):
+                record = Chosen(noted.candidate, noted.knobs, noted.time_us, noted.rejected, noted.provisional, recalled=True)
+        said = self._team.peers.gathered((record, whole), tuple[Chosen | None, bool], "what is known of a problem")[0]
+        return said if said[0] is not None and any(c.name == said[0].candidate for c in plans) else (None, False)
+
+    def _recalled(self, problem: AnyProblem, plans: Mapping[Candidate, BetweenPlan], told: Chosen) -> Decision | None:
+        """A decision that is known, if it still passes on all ranks."""
+        checked = self._drawn_for(problem)
+        plan = next(p for c, p in plans.items() if c.name == told.candidate)
+        kernel, runner, why = self._built(plan, Schedule(told.knobs), checked)
         # Also where it cannot be checked here: the others build it, and are to hear so.
         if self._verdict(why, partial(self._examined, problem, checked, kernel, runner)) or kernel is None:
             return None
-        return said.told(Decision(problem, kernel, None, (), False, True))
+        return told.told(Decision(problem, kernel, None, (), False, True))
 
     def _built(
         self, plan: BetweenPlan, schedule: Schedule, checked: _Checked | None
@@ -311,68 +361,110 @@ class Agreed:
         except Exception as error:
             return None, None, failure("failed to build", error)
 
-    def _searched(self, problem: AnyProblem, plans: Mapping[Candidate, BetweenPlan], checked: _Checked | None) -> Decision:
-        rejected: list[Rejected] = []
-        passed: list[Decision] = []
-        points = self._points(plans)
-        until = time.monotonic() + self._share_s()
-        self._compile_ahead(problem, points, until)
-        for n, (candidate, plan, schedule) in enumerate(points):
-            if passed and self._agreed(not self._measures or time.monotonic() > until):
-                why = "not tried: the time was over" if self._measures else "not tried: nothing is measured"
-                rejected += [Rejected(c.name, "untried", why, s) for c, _, s in points[n:]]
+    def _search_each(
+        self, every: Mapping[AnyProblem, Ways], waves: Mapping[AnyProblem, Sequence[Point]], part: float = 1.0
+    ) -> None:
+        """Try points of several problems, which share a part of the time that is left."""
+        ends = time.monotonic() + part * self._budget.left_s()
+        for n, (problem, points) in enumerate(waves.items()):
+            now = time.monotonic()
+            self._search(every[problem], points, now + max(0.0, ends - now) / (len(waves) - n))
+
+    def _search(self, ways: Ways, points: Sequence[Point], until: float) -> None:
+        """Build, verify and time points until then, those first whose machine code is there. Of none is known that it passes:
+        then they are tried until one does, however long that takes."""
+        checked = self._drawn_for(ways.problem)
+        while not ways.passed or self._measures:
+            left = [p for p in ways.ranked(points) if p in ways.left and all(piece in self._chosen for piece in p.needs)]
+            left = [p for p in left if not ways.known(p, p.with_pieces(self._chosen))]
+            if not left:
                 break
-            if self._progress is not None:
-                self._progress(n, len(points), f"ways between ranks: {candidate.name}")
-            began = time.perf_counter()
-            kernel, runner, why = self._built(plan, schedule, checked)
-            why = self._verdict(why, partial(self._examined, problem, checked, kernel, runner))
-            if why or kernel is None or runner is None or checked is None:
-                rejected.append(Rejected(candidate.name, "wrong", why, schedule))
-                continue
-            us = self._timed(runner, checked.sources) if self._measures else None
-            took_s = time.perf_counter() - began
-            passed.append(Decision(problem, kernel, us, (), us is not None, True, checked_s=took_s))
-        if not passed:
-            return replace(by_reference(problem, self._target), rejected=tuple(rejected), verified=checked is not None)
-        best, *others = sorted(passed, key=lambda d: d.time_us or 0.0)
-        for d in others:
-            ratio = (d.time_us or 0.0) / (best.time_us or 1.0)
-            why = f"slower: {d.time_us:,.1f} µs on the slowest rank, {ratio:.2f} times the winner"
-            rejected.append(Rejected(d.kernel.candidate, "slower", why, d.kernel.schedule, d.time_us))
-        return replace(best, rejected=tuple(rejected))
+            over, at = self._next(ways.problem, left, until)
+            if over and ways.passed:
+                break
+            if at is None:
+                time.sleep(LOOK_S)
+            else:
+                self._try(ways, left[at], checked)
+        if ways.passed and not ways.left:
+            self._drawn_data.pop(ways.problem, None)  # it may be large
 
-    def _points(self, plans: Mapping[Candidate, BetweenPlan]) -> list[tuple[Candidate, BetweenPlan, Schedule]]:
-        """The points of all candidates in the order in which they are tried. Where they are timed, the plain way comes first,
-        than which nothing may be slower; then the best guess of each candidate, the next ones of each, and so on."""
-        found: list[tuple[tuple[bool, int], Candidate, BetweenPlan, Schedule]] = []
-        for candidate, plan in plans.items():
-            pieces = [(k.candidate, k.schedule) for k in (self._chosen[p].kernel for p, _ in plan.pieces_with({}))]
-            for at, point in enumerate(plan.schedules()):
-                order = (candidate.name != PLAIN or at > 0, at) if self._measures else (False, 0)
-                found.append((order, candidate, plan, plan.of_pieces(point, pieces)))
-        return [(candidate, plan, schedule) for _, candidate, plan, schedule in sorted(found, key=lambda one: one[0])]
+    def _next(self, problem: AnyProblem, points: Sequence[Point], until: float) -> tuple[bool, int | None]:
+        """Tell whether the time is over by rank 0's clock, and the first point's place whose machine code nobody still makes;
+        None where there is none, and there is time to wait."""
+        over = self._measures and time.monotonic() > until
+        jobs = [(problem, p.candidate.name, p.with_pieces(self._chosen)) for p in points]
+        making = [i for i, job in enumerate(jobs) if any(ahead.waits(job) for ahead in self._aheads)]
+        said = self._team.peers.gathered((over, making), tuple[bool, list[int]], "what is tried next")
+        over, making = said[0][0], {i for _, of_rank in said for i in of_rank}
+        return over, next((i for i in range(len(points)) if i not in making), 0 if over else None)
 
-    def _share_s(self) -> float:
-        """The seconds for a problem with operations between ranks: what is left is shared out among those not chosen yet."""
-        return self._budget.left_s() / max(1, self._between_left)
+    def _try(self, ways: Ways, point: Point, checked: _Checked | None) -> None:
+        """Build, verify and time a point on all ranks."""
+        problem, schedule = ways.problem, point.with_pieces(self._chosen)
+        if self._progress is not None:
+            done = len(ways.passed) + len(ways.rejected)
+            self._progress(done, done + len(ways.left), f"ways between ranks: {point.candidate.name}")
+        began = time.perf_counter()
+        kernel, runner, why = self._built(point.plan, schedule, checked)
+        why = self._verdict(why, partial(self._examined, problem, checked, kernel, runner))
+        if why or kernel is None or runner is None or checked is None:
+            ways.failed(point, schedule, why)
+            return
+        us = self._timed(runner, checked.sources) if self._measures else None
+        took_s = time.perf_counter() - began
+        ways.took(point, Decision(problem, kernel, us, (), us is not None, True, checked_s=took_s))
+
+    def _order(self, several: Sequence[Ways]) -> None:
+        """Have candidates' first points tried in the order of their expected times, as rank 0 says: by the rates of links that
+        were measured, or else the chip's."""
+        team, target, said = self._team, self._target, list[list[int]]()
+        if team.rank == 0:
+            links = links_for(target, kept_links(key_of(target, str(team.mesh), team.links), target.kind))
+            for ways in several:
+                own_us = ways.own_us(self._chosen, target)
+                said.append(ways.in_order(lambda p, w=ways, us=own_us: expected_us(p, w.problem, us, links)))
+        for ways, places in zip(several, team.peers.gathered(said, list[list[int]], "the order of ways")[0], strict=True):
+            ways.set_order(places)
 
     def _agreed(self, what: bool) -> bool:
         """The answer of rank 0, since clocks differ."""
         return self._team.peers.gathered(what, bool, "whether there is time")[0]
 
-    def _compile_ahead(
-        self, problem: AnyProblem, points: Sequence[tuple[Candidate, BetweenPlan, Schedule]], until: float
-    ) -> None:
-        """Have other processes make the machine code of points, each rank that of its share. Ranks of one host have one cache
-        of it."""
-        if not self._measures or self._target.kind != "cuda":
+    def _processes(self) -> int:
+        """The processes that may make machine code for this rank at once, of those of its host; while it searches problems of
+        its own, half of them for these."""
+        _, ranks = self._team.on_host
+        most = min(usable() // ranks, MOST_PROCESSES + 1) - 1  # a core is left to who searches
+        return max(1, most // 2 if self._beside else most)
+
+    def _compile_ahead(self, several: Sequence[Ways], *, pieces: bool = False) -> None:
+        """Have other processes make the machine code of points, each rank that of its share while it goes on, and with `pieces`
+        that of pieces which points to come need. Ranks of one host have one cache of it. Points whose pieces are not chosen
+        yet come last, as their plans guess them."""
+        if not self._measures or self._target.kind not in COMPILED:
             return
-        able = [(problem, c.name, s) for c, plan, s in points if isinstance(plan, Precompiled)][:MOST_AHEAD]
-        own = able[self._team.rank :: self._team.mesh.size]
-        if own:
-            compile_ahead((), self._target, chosen=own, within_s=AHEAD * max(0.0, until - time.monotonic()))
-        self._team.peers.gathered(0, int, "the kernels compiled ahead")
+        points = [(w, p) for w in several for p in w.left if isinstance(p.plan, Precompiled) and p.at < MOST_AHEAD]
+        guessed = {p for _, p in points if any(piece not in self._chosen for piece in p.needs)}
+        jobs: dict[Job, None] = {}
+        for w, p in sorted(points, key=lambda one: (one[1] in guessed, one[1].at)):
+            schedule = p.schedule if p in guessed else p.with_pieces(self._chosen)
+            if not w.tried_before(p, schedule):
+                jobs[w.problem, p.candidate.name, schedule] = None
+        new = [job for job in jobs if job not in self._begun]
+        self._begun.update(new)
+        needed = dict.fromkeys(piece for w in several for p in w.left for piece in p.needs if pieces)
+        later = [piece for piece in needed if piece not in self._chosen]
+        place, ranks = self._team.on_host
+        share, own = new[place::ranks], later[place::ranks]
+        if share or own:
+            self._aheads.append(Ahead(own, self._target, chosen=share, most=self._processes()))
+
+    def _drawn_for(self, problem: AnyProblem) -> _Checked | None:
+        """The data of `_drawn`, drawn once."""
+        if problem not in self._drawn_data:
+            self._drawn_data[problem] = self._drawn(problem)
+        return self._drawn_data[problem]
 
     def _drawn(self, problem: AnyProblem) -> _Checked | None:
         """Random data of this rank and what it must give there, worked out without the others; None where it cannot be."""
@@ -385,13 +477,17 @@ class Agreed:
             return expect_on_mesh(problem, draw, self._team.mesh, self._team.rank, device, roundoff)
 
         drawn, why, where = None, "", ""
-        # Where ranks have a GPU each, their processes often have one thread each: there float64 takes a CPU minutes.
-        for where in dict.fromkeys((self._target.device, "cpu")):
+        # Where ranks have a GPU each, their processes often have one thread each: there data and float64 take a CPU minutes.
+        places = [*dict.fromkeys((self._target.device, "cpu"))]
+        for where in places:
             try:
                 drawn = worked_out(where)
-                break
             except Exception as error:  # out of memory, or no such operation there
-                why = failure("the oracle failed", error)
+                drawn, why = None, failure("the oracle failed", error)
+            # Devices draw other numbers, and what one rank must give depends on all ranks' data: all draw in one place.
+            if len(places) == 1 or all(self._team.peers.gathered(drawn is not None, bool, "data drawn")):
+                break
+            torch.cuda.empty_cache()
         if drawn is None:
             say(f"{problem} cannot be checked: {why}")
             return None

@@ -6,7 +6,6 @@ NVLink multicast is never used: it can put the GPUs of a host out of service for
 
 from __future__ import annotations
 
-import contextlib
 import os
 from collections.abc import Sequence
 
@@ -49,8 +48,6 @@ def reached(group: dist.ProcessGroup, order: Sequence[int], size: int, device: s
         from torch.distributed import _symmetric_memory as symmetric
 
         forbid_multicast()
-        with contextlib.suppress(Exception):  # older releases of torch want it
-            getattr(symmetric, "enable_symm_mem_for_group")(group.group_name)  # noqa: B009 (deprecated)
         made = symmetric.empty(size, dtype=torch.uint8, device=torch.device(device)).zero_()
         torch.cuda.synchronize(device)
     except Exception as error:

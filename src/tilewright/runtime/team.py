@@ -57,6 +57,7 @@ class ProcessTeam:
         limit_s: seconds to wait for a rank that lives.
         peers: signs of life of the others, and agreement with them.
         links: by what values travel, and between how many hosts.
+        on_host: this rank's place among those of its host, and how many these are.
         programs: the names of the programs that were compiled for it, in order: the same on all ranks.
         spent_s: seconds that this rank spent in collective operations; on a GPU while `timing` alone, when each waits for what
             goes before it.
@@ -68,6 +69,7 @@ class ProcessTeam:
     limit_s: float
     peers: Peers
     links: str
+    on_host: tuple[int, int]
     programs: list[str]
     spent_s: float
     timing: bool
@@ -82,7 +84,9 @@ class ProcessTeam:
         self._turn = threading.RLock()
         self.spent_s, self.timing, self.programs = 0.0, False, []
         self.peers = Peers(self._connector(), self.rank, mesh.size)
-        self._hosts = len(set(self.peers.gathered(socket.gethostname(), str, "the hosts")))
+        hosts = self.peers.gathered(socket.gethostname(), str, "the hosts")
+        self._hosts = len(set(hosts))
+        self.on_host = hosts[: self.rank].count(hosts[self.rank]), hosts.count(hosts[self.rank])
         self.links = f"{GLOO if device == 'cpu' else NCCL}, {counted(self._hosts, 'host')}"
 
     def _connector(self) -> Callable[[], TCPStore]:

@@ -65,7 +65,7 @@ def compile_ahead(
     within_s: float | None = None,
     first: bool = False,
     chosen: Sequence[Job] = (),
-    done: Callable[[AnyProblem], None] = lambda problem: None,
+    done: Callable[[AnyProblem | Job], None] = lambda what: None,
     over: Callable[[], bool] = lambda: False,
     most: int = MOST_PROCESSES,
 ) -> int:
@@ -79,7 +79,7 @@ def compile_ahead(
         within_s: seconds by the clock, after which what is not ready is left to the searches.
         first: only what is tried first where nothing is measured.
         chosen: points beside these, for other problems.
-        done: called with a problem once what competes from the start was compiled for it, or failed.
+        done: called with a problem once what competes from the start was compiled for it, or failed; and with each of `chosen`.
         over: asked again and again; once it says so, what is not ready is left to the searches.
         most: processes.
     """
@@ -88,10 +88,13 @@ def compile_ahead(
         leading = {p: (p, name, at) for p, name, at in reversed(jobs)}
         jobs = [leading[p] for p in dict.fromkeys(problems) if p in leading]
     wanted: list[Job] = [*chosen, *jobs[: max(processes, sum(at < DEPTH for *_, at in jobs))]]
-    told = [(p if at not in range(DEPTH, POINTS) else None, _message(p, target, name, at)) for p, name, at in wanted]
-    messages = [(problem, m) for problem, m in told if m is not None]
-    for problem in set(problems).difference(problem for problem, _ in messages):
-        done(problem)
+    messages: list[tuple[Sequence[AnyProblem | Job], bytes]] = []
+    for at, job in enumerate(wanted):
+        waits = [*([job[0]] if job[2] not in range(DEPTH, POINTS) else []), *([job] if at < len(chosen) else [])]
+        if (m := _message(job[0], target, *job[1:])) is not None:
+            messages.append((waits, m))
+    for what in {*problems, *chosen}.difference(what for waits, _ in messages for what in waits):
+        done(what)
     if not messages:
         return 0
     try:
@@ -136,17 +139,17 @@ def _compile_workers(known: ForkServer, count: int) -> Generator[tuple[Connectio
 
 def _work_off(
     compile_workers: Iterable[Connection],
-    messages: Sequence[tuple[AnyProblem | None, bytes]],
+    messages: Sequence[tuple[Sequence[AnyProblem | Job], bytes]],
     unanswered: set[Connection],
     within_s: float | None,
-    done: Callable[[AnyProblem], None],
+    done: Callable[[AnyProblem | Job], None],
     over: Callable[[], bool],
 ) -> None:
     """Have each job done by whoever is free; `unanswered` are those at work. Who takes too long is given nothing any more.
-    A problem is done when all of its jobs are; some have none to tell."""
+    With each message stand those who wait for it: who is told once all of theirs are done."""
     until = math.inf if within_s is None else time.monotonic() + within_s
-    left, busy = iter(messages), dict[Connection, tuple[AnyProblem | None, float]]()
-    waiting = Counter(problem for problem, _ in messages)
+    left, busy = iter(messages), dict[Connection, tuple[Sequence[AnyProblem | Job], float]]()
+    waiting = Counter(what for waits, _ in messages for what in waits)
 
     def give(compile_worker: Connection) -> None:
         """Give a compile worker something to do, if there is something."""
@@ -158,10 +161,11 @@ def _work_off(
                 busy[compile_worker] = given[0], time.monotonic()
 
     def answered(compile_worker: Connection) -> None:
-        problem, _ = busy.pop(compile_worker)
-        waiting[problem] -= 1
-        if problem is not None and not waiting[problem]:
-            done(problem)
+        waits, _ = busy.pop(compile_worker)
+        for what in waits:
+            waiting[what] -= 1
+            if not waiting[what]:
+                done(what)
 
     for each in compile_workers:
         give(each)
@@ -191,18 +195,20 @@ class Ahead:
         within_s: float | None = None,
         first: bool = False,
         chosen: Sequence[Job] = (),
+        most: int = MOST_PROCESSES,
     ) -> None:
         """Begin; the arguments are those of `compile_ahead`."""
-        self._done = {p: threading.Event() for p in (*(p for p, *_ in chosen), *problems)}
+        waited: list[AnyProblem | Job] = [*(p for p, *_ in chosen), *chosen, *problems]
+        self._done = {what: threading.Event() for what in waited}
         self._over, self._ended, self._any, self._target = False, False, threading.Event(), target
-        self._ready = set[AnyProblem]()  # those compiled for, pieces among them
+        self._ready = set[AnyProblem | Job]()  # those compiled for, pieces among them
         self._meta = dict[AnyProblem, dict[str, Sequence[AnyProblem]]]()  # a problem's pieces, by candidate
-        most = max(1, min(usable(), MOST_PROCESSES) - 1)
+        most = max(1, min(usable() - 1, MOST_PROCESSES - 1, most))
 
-        def done(problem: AnyProblem) -> None:
-            self._ready.add(problem)
-            if problem in self._done:
-                self._done[problem].set()
+        def done(what: AnyProblem | Job) -> None:
+            self._ready.add(what)
+            if what in self._done:
+                self._done[what].set()
             self._any.set()
 
         def work() -> None:
@@ -224,9 +230,9 @@ class Ahead:
 
         threading.Thread(target=copy_context().run, args=(work,), name="tilewright compile", daemon=True).start()
 
-    def waits(self, problem: AnyProblem) -> bool:
-        """Tell whether `wait` would wait."""
-        return problem in self._done and not self._done[problem].is_set()
+    def waits(self, what: AnyProblem | Job) -> bool:
+        """Tell whether what competes for a problem, or one of the points `chosen`, is still being made."""
+        return what in self._done and not self._done[what].is_set()
 
     def unready(self, problem: AnyProblem) -> list[str]:
         """The candidates of a problem that take it apart into problems for which machine code is still being made."""

@@ -15,7 +15,7 @@ from tilewright.deadline import Budget
 from tilewright.hardware.target import Target
 from tilewright.ir.ops import Const
 from tilewright.progress import Progress
-from tilewright.schedule.ahead import LIMIT_S, LOOK_S, Ahead
+from tilewright.schedule.ahead import LIMIT_S, LOOK_S, MOST_PROCESSES, Ahead
 from tilewright.schedule.candidate import Kernel, discover, refusing
 from tilewright.schedule.cost import least_us
 from tilewright.schedule.key import numbers_of, text_of
@@ -63,6 +63,8 @@ class BudgetedChooser:
         cold: bool,
         progress: Progress | None = None,
         database: TuningDatabase | None = None,
+        most: int = MOST_PROCESSES,
+        accepted_s: float | None = None,
     ) -> None:
         """A budget for a program's problems, from now on.
 
@@ -73,7 +75,10 @@ class BudgetedChooser:
             cold: weights come from memory, as those of a program that no cache holds.
             progress: called before each choice with how many are done, how many there are, and the problem.
             database: what is known of problems, and where decisions are kept.
+            most: processes that make machine code at once.
+            accepted_s: seconds for a problem whose earlier decision will do; None for an even share.
         """
+        self._most = most
         self._target, self._database, self._progress = target, database, progress
         self._budget = budget if isinstance(budget, Budget) else Budget(budget)
         self._cold, self._ends, budget_s = cold, self._budget.ends, self._budget.left_s()
@@ -93,7 +98,8 @@ class BudgetedChooser:
             self._least[text] = least_us(p, target)
             self._weights[text] = self._weights.get(text, 0.0) + count * self._least[text]
         different = {text: p for p, text in self._texts.items()}
-        self._accepted_s = min(budget_s / max(len(different), 1), self._longest_s)
+        self._even_s = min(budget_s / max(len(different), 1), self._longest_s)
+        self._accepted_s = self._even_s if accepted_s is None else accepted_s
         unknown = {t: p for t, p in different.items() if database is None or not database.known(p, self._accepted_s)}
         self._waiting = {text: self._weights[text] for text in unknown}
         chosen = [] if database is None or target.kind == "cpu" else database.to_build(different.values())
@@ -102,7 +108,7 @@ class BudgetedChooser:
             first = sorted(unknown.values() if budget_s > 0 else (), key=self.weight, reverse=True)
             if first:
                 warm(first[0], target)  # while code is made
-            self._ahead = Ahead(first, target, within_s=budget_s if budget_s > 0 else None, chosen=chosen)
+            self._ahead = Ahead(first, target, within_s=budget_s if budget_s > 0 else None, chosen=chosen, most=most)
 
     def weight(self, problem: AnyProblem) -> float:
         """The time in µs that a call of the program is expected to spend on a problem and those like it, at the least."""
@@ -121,6 +127,7 @@ class BudgetedChooser:
                 break
             if self._progress is not None:
                 self._progress(len(self._known), self._total, AHEAD)
+            warm(problems[0], self._target)  # the fork server may not have been up before
             self._ahead.wait_for_any(LOOK_S)
         return 0
 
@@ -181,7 +188,7 @@ class BudgetedChooser:
         if share > 0 and not ready(self._within(share)):
             share = 0.0
         candidates = None if database is None else database.candidates(problem)
-        if self._ahead is not None and self._accepted_s < LONGEST_S:  # to make it in the search would take all of its time
+        if self._ahead is not None and self._even_s < LONGEST_S:  # to make it in the search would take all of its time
             hurried = self._ahead.unready(self._different[self._texts[problem]])
             every = candidates or discover() if hurried else ()
             candidates = [refusing(c, LATER) if c.name in hurried else c for c in every] or candidates
@@ -226,7 +233,7 @@ class BudgetedChooser:
             if self._ahead is not None:
                 self._ahead.stop()
             left = {self._different[self._texts[p]] for p in self._texts if p not in self._known}
-            self._ahead = Ahead(sorted(left, key=self.weight, reverse=True), self._target, first=True)
+            self._ahead = Ahead(sorted(left, key=self.weight, reverse=True), self._target, first=True, most=self._most)
         if self._ahead is not None and self._ahead.waits(alike):
             if self._progress is not None:
                 self._progress(len(self._known), self._total, AHEAD)

@@ -149,7 +149,8 @@ def expect_on_mesh(
     roundoff: float = 0.0,
 ) -> tuple[list[torch.Tensor], Expected]:
     """The sources of a rank of a mesh and what a problem that holds operations between ranks must give there, both on a device.
-    `draw` gives a rank's sources; every rank's are drawn and worked out here, so that nothing is taken from another process.
+    `draw` gives a rank's sources, where torch makes new tensors: on the device. Every rank's are drawn and worked out here, so
+    that nothing is taken from another process.
     `roundoff` is that of each rank's sums, as `expect` takes it.
 
     Raises:
@@ -157,8 +158,8 @@ def expect_on_mesh(
     """
 
     def of_rank(r: int) -> tuple[list[torch.Tensor], Expected]:
-        sources = [t.to(device) for t in draw(r)]
         with torch.device(device):
+            sources = [t.to(device) for t in draw(r)]
             return sources, expect(problem, sources, roundoff)
 
     return simulate(mesh, of_rank)[rank]

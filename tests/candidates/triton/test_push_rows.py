@@ -25,8 +25,9 @@ from tilewright.candidates.triton.gemm.kernel import TileConfig
 from tilewright.candidates.triton.normalization import candidate as triton_norm
 from tilewright.candidates.triton.push_rows.candidate import CANDIDATE
 from tilewright.candidates.triton.push_rows.virtual import VirtualRanks
+from tilewright.candidates.triton.push_tiles.candidate import CANDIDATE as TILES
 from tilewright.candidates.triton.runtime import module as modules
-from tilewright.schedule.candidate import Schedule, plan_for, refusal
+from tilewright.schedule.candidate import Precompiled, Schedule, plan_for, refusal
 
 
 def first(problem, name="triton"):
@@ -190,3 +191,18 @@ def test_machine_code_has_flags_for_the_system_and_no_multicast(name):
     assert not any("multimem" in x for x in ptx)
     sass = modules.assembly(texts[0].kernel)
     assert "MEMBAR" in sass and ".SYS" in sass
+
+
+@pytest.mark.parametrize(
+    ("candidate", "line"), [(CANDIDATE, "bf16[9,96] @ bf16[40,96]^T -> bf16"), (TILES, "bf16[288,64] @ bf16[72,64]^T -> bf16")]
+)
+def test_all_machine_code_of_a_point_is_made_beforehand(candidate, line):
+    """That of the kernels behind the product, too: `build` compiles nothing more."""
+    plan = plan_for(candidate, summed(line, 2), H200)
+    point = plan.schedules()[0]
+    assert isinstance(plan, Precompiled)
+    before = modules._machine_code.cache_info().misses
+    plan.compile(point)
+    made = modules._machine_code.cache_info().misses
+    plan.build(point)
+    assert before < made == modules._machine_code.cache_info().misses

@@ -47,6 +47,10 @@ class Plan:
     def of_pieces(self, schedule: Schedule, chosen: Sequence[tuple[str, Schedule]]) -> Schedule:
         return schedule
 
+    def overlapped(self, schedule: Schedule) -> int:
+        """The number of parts of which one is multiplied while another one travels: each rank's."""
+        return cast("Collective", self.between.op).ranks
+
     def offers(self, schedule: Schedule) -> bool:
         return not schedule.knobs
 

@@ -15,7 +15,7 @@ from itertools import islice, product
 
 import torch
 
-from tilewright.candidates.triton.expressions.exchange import Exchange, Push, Pushing, slot_bytes
+from tilewright.candidates.triton.expressions.exchange import Exchange, Push, Pushing, Running, slot_bytes
 from tilewright.candidates.triton.push_rows.summed import Summed, Tail, Undivided, plans, summed
 from tilewright.hardware.target import Target
 from tilewright.ir.mesh import team
@@ -56,10 +56,18 @@ class Plan(Undivided):
         tails = [(self.tail.name, point) for point in islice(self.tail.plan.schedules(), TAILS)]
         return [joined(Schedule(), pair) for pair in product(own, tails)]
 
-    def build(self, schedule: Schedule) -> Kernel:
-        (name, point), (tail, behind) = chosen_of(schedule)
+    def compile(self, schedule: Schedule) -> None:
+        self._made(schedule)
+
+    def _made(self, schedule: Schedule) -> tuple[Running, Running]:
+        """Product and kernel behind, their machine code made."""
+        (name, point), (_, behind) = chosen_of(schedule)
         product = self.products[name].pushed(point, self.push)
-        follow = self.tail.plan.awaiting(behind, self.push.exchange, self.tail.partials)
+        return product, self.tail.plan.awaiting(behind, self.push.exchange, self.tail.partials)
+
+    def build(self, schedule: Schedule) -> Kernel:
+        (name, _), (tail, _) = chosen_of(schedule)
+        product, follow = self._made(schedule)
         places, tail_places = self.summed.places, [self.tail.places.get(i, 0) for i in range(self.tail.count)]
 
         def prepare(weights: Mapping[int, torch.Tensor]) -> Runner:

@@ -192,8 +192,12 @@ class Plan(Undivided):
         return replace(plain, stores=(Store(store.access, view, columns, store.aux),), chunks=chunks, paced=paced)
 
     def compile(self, schedule: Schedule) -> None:
+        self.steps(schedule)
+
+    def overlapped(self, schedule: Schedule) -> int:
+        """The number of parts of which one is multiplied while another one travels: chunks of each rank's rows."""
         (_, point), _ = chosen_of(schedule)
-        compiled(self.spec(point.point(TileConfig), point.point(Way)))
+        return self.chunks(point.point(TileConfig), point.point(Way)).count * self.summed.op.ranks
 
     def steps(self, schedule: Schedule) -> Callable[[Mapping[int, torch.Tensor], Symmetric], list[Runner]]:
         """A function that gives the runners of all kernels in turn, each of all sources; the last one has the results."""

@@ -121,6 +121,10 @@ class Plan:
         first = schedule.point(TileConfig) == self.tiles[0]
         return self._point(tile, int(schedule["pieces"])) if tile is not None and first else schedule
 
+    def overlapped(self, schedule: Schedule) -> int:
+        """The number of parts of which one is multiplied while another one travels."""
+        return int(schedule["pieces"]) * self.gathered.ranks
+
     def offers(self, schedule: Schedule) -> bool:
         tile = schedule.point(TileConfig)
         return self._fitting(tile) == tile and schedule["pieces"] in self.pieces_of_rows
@@ -131,6 +135,7 @@ class Plan:
 
     def compile(self, schedule: Schedule) -> None:
         compiled(self.spec(schedule))
+        Sizes(self.gathered.ranks, self.gathered.data_bytes).machine_code(self.product.gemm.target)
 
     def build(self, schedule: Schedule) -> Kernel:
         spec, target = self.spec(schedule), self.product.gemm.target
