@@ -10,7 +10,7 @@ from random_anchors import gemms
 
 from tilewright.hardware.detect import detect
 from tilewright.schedule.bench import Bench
-from tilewright.schedule.candidate import plan_for, refusal
+from tilewright.schedule.candidate import discover, plan_for, refusal
 from tilewright.schedule.problem import problem_of
 
 
@@ -38,14 +38,15 @@ def drawn(candidate, count: int, number: int, most: int) -> list:
 
 def compile_one(case):
     """Fill Triton's cache, in a process of its own."""
-    candidate, problem, schedule, target = case
+    name, problem, schedule, target = case
+    candidate = next(c for c in discover() if c.name == name)  # which cannot be pickled
     plan_for(candidate, problem, target).build(schedule)
 
 
 def assert_right(candidate, cases):
     """Problems and points of a candidate agree with the oracle."""
     with ProcessPoolExecutor(mp_context=get_context("spawn")) as pool:
-        list(pool.map(compile_one, [(candidate, p, s, device()) for p, s in cases]))
+        list(pool.map(compile_one, [(candidate.name, p, s, device()) for p, s in cases]))
     wrong = []
     for key, (problem, schedule) in enumerate(cases):
         attempt = Bench(problem, device(), {}).attempt(key, candidate, schedule)

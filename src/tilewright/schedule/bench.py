@@ -61,6 +61,18 @@ class Attempt:
         return None if self.fault is None else self.fault.why
 
 
+def on_device(problem: AnyProblem, target: Target, work: Callable[[], T]) -> T | None:
+    """The result of `work` on the GPU at hand, where a CPU would take seconds; None if it is not to run there, or cannot."""
+    if target.device == "cpu" or problem.bytes + getattr(problem, "ops", 0) // OPS_A_BYTE <= LARGE_BYTES:
+        return None
+    try:
+        with torch.device(target.device):
+            return work()
+    except RuntimeError:  # out of memory, or no such operation there
+        torch.cuda.empty_cache()
+        return None
+
+
 class Bench:
     """A bench in this process, for candidates that are trusted to come back.
 
@@ -118,7 +130,9 @@ class Bench:
     def _drawn(self, given: Mapping[int, torch.Tensor]) -> Sequence[torch.Tensor]:
         """The sources to measure with; those in `given` are what they are."""
         problem = self._problem
-        return self._on_device(lambda: random_sources(problem, given=given)) or random_sources(problem, given=given)
+        return on_device(problem, self._target, lambda: random_sources(problem, given=given)) or random_sources(
+            problem, given=given
+        )
 
     def attempt(self, key: int, candidate: Candidate, schedule: Schedule) -> Attempt:
         """Build and verify a point; `times` knows it by `key` if it passes."""
@@ -157,21 +171,8 @@ class Bench:
 
     def _worked_out(self, roundoff: float) -> Expected:
         """The expected results, computed by torch's own operations in float64."""
-        found = self._on_device(lambda: expect(self._problem, self._sources, roundoff))
+        found = on_device(self._problem, self._target, lambda: expect(self._problem, self._sources, roundoff))
         return found or expect(self._problem, [t.cpu() for t in self._sources], roundoff)
-
-    def _on_device(self, work: Callable[[], T]) -> T | None:
-        """The result of `work` on the GPU at hand, where a CPU would take seconds; None if it is not to run there, or
-        cannot."""
-        problem, device = self._problem, self._target.device
-        if device == "cpu" or problem.bytes + getattr(problem, "ops", 0) // OPS_A_BYTE <= LARGE_BYTES:
-            return None
-        try:
-            with torch.device(device):
-                return work()
-        except RuntimeError:  # out of memory, or no such operation there
-            torch.cuda.empty_cache()
-            return None
 
     def verify(self, key: int) -> Fault | None:
         """None if the kernel that was built as `key` may be timed, else the reason why not."""

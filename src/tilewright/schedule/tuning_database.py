@@ -37,6 +37,7 @@ import torch
 from tilewright.errors import UnsupportedError, say
 from tilewright.hardware.load import load_now
 from tilewright.hardware.target import Target
+from tilewright.schedule.bench import on_device
 from tilewright.schedule.cache import Cache
 from tilewright.schedule.candidate import (
     Candidate,
@@ -475,11 +476,11 @@ def _looked_at(problem: AnyProblem, kernel: Kernel, target: Target, weights: Map
     began = time.perf_counter()
     held = {i: t for i, t in weights.items() if problem.weights[i]}
     try:
-        drawn = random_sources(problem, given=held)
+        drawn = on_device(problem, target, lambda: random_sources(problem, given=held)) or random_sources(problem, given=held)
         there = [held.get(i, t).to(target.device) for i, t in enumerate(drawn)]
         runner = kernel.prepare({i: t for i, t in enumerate(there) if problem.weights[i]})
         results = {i: t.cpu() for i, t in enumerate(runner(there))}
-        why, _ = spot_check(problem, drawn, results, LOOK_S, kernel.roundoff)
+        why, _ = spot_check(problem, [t.cpu() for t in drawn], results, LOOK_S, kernel.roundoff)
     except Exception:  # a kernel may raise anything
         return None
     return None if why else Decision(problem, kernel, None, (), False, True, checked_s=time.perf_counter() - began)
