@@ -271,6 +271,8 @@ def test_a_rank_that_does_not_come_is_named_to_the_host():
     never = changed(r"@q st.relaxed.sys.global.b32 \[a\], e;", "")
     results(plan_for(CANDIDATE, p, FEW), 2, point(p), seed=1, limit_s=50e-6, change=never)
     assert all(rank in (1, 2) for rank in late[-1])
+    results(plan_for(CANDIDATE, p, FEW), 2, point(p), seed=1, limit_s=0, change=never)  # as behind a wait in vain
+    assert late[-1] == [0, 0]
 
 
 @pytest.mark.parametrize(
