@@ -112,9 +112,10 @@ class Plan:
         return any(isinstance(s.what, Node) and source in s.places for s in self.stages)
 
     def _passing(self, stage: Stage) -> bool:
-        """Tell whether what an operation between ranks reads is a product's, in memory of its own, and nobody else reads it."""
+        """Tell whether what an operation between ranks reads is a product's only result, which no other one is a view of, and
+        nobody else reads it."""
         (place,) = stage.places
-        makes = any(isinstance(s.what, Problem) and place in s.results for s in self.stages)
+        makes = any(isinstance(s.what, Problem) and s.results == (place,) for s in self.stages)
         return makes and sum(s.places.count(place) for s in self.stages) == 1 and place not in self.results
 
     def _pushed(self, stage: Stage) -> AllGather | None:

@@ -131,6 +131,8 @@ def test_a_rank_that_does_not_come_is_named_to_the_host(monkeypatch):
     monkeypatch.setattr(copies.Copies, "tell", lambda self, *given: tell(self, *given) if self.own == 0 else None)
     results(*made(PLAIN, 2, "gather", chunks=1), seed=1, limit_s=50e-6)
     assert late[-1] == [2, 0]  # the first rank waited for the second one, and not the other way round
+    results(*made(PLAIN, 2, "gather", chunks=1), seed=1, limit_s=0)  # as behind a wait in vain: others are not to blame
+    assert late[-1] == [0, 0]
 
 
 @pytest.mark.parametrize(

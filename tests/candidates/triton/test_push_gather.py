@@ -140,7 +140,8 @@ def planted(monkeypatch, name, old, new):
 
     def other(*given):
         text = made(*given)
-        assert old in text
+        if old not in text:
+            raise RuntimeError(f"{old} is not in {text}")  # which nobody takes for a fault that was found
         return text.replace(old, new)
 
     monkeypatch.setattr(exchange, name, other)
@@ -154,7 +155,8 @@ def rewritten(monkeypatch, change):
         source = text(self)
         lines = source.text.splitlines()
         changed = change(lines)
-        assert changed != lines
+        if changed == lines:
+            raise RuntimeError("nothing is changed")  # which nobody takes for a fault that was found
         return replace(source, text="\n".join(changed))
 
     monkeypatch.setattr(Gather, "text", other)

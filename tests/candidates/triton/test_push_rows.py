@@ -98,7 +98,8 @@ def planted(monkeypatch, name, old, new):
 
     def other(*given):
         text = made(*given)
-        assert old in text
+        if old not in text:
+            raise RuntimeError(f"{old} is not in {text}")  # which nobody takes for a fault that was found
         return text.replace(old, new)
 
     monkeypatch.setattr(exchange, name, other)
@@ -142,11 +143,21 @@ def test_what_keeps_to_the_protocol_passes_the_same_orders():
 
 
 def test_a_rank_that_does_not_come_is_named_to_the_host(monkeypatch):
-    """The wait ends by itself, and the host finds which rank it was."""
+    """The wait ends by itself, and the host finds which rank it was. Behind it others end at once, and name nobody."""
     planted(monkeypatch, "_arrival", "@q st.relaxed.sys.global.b32 [$3], t;", "")
+    limits, prepare = [], exchange.Exchange.prepare
+
+    def prepared(self, memory):
+        prepare(self, memory)
+        limits.append(memory.buffers[memory.own][exchange.LIMIT : exchange.LIMIT + 8].view(torch.int64))
+
+    monkeypatch.setattr(exchange.Exchange, "prepare", prepared)
     p = summed(BF16, 2, then="")
     results(plan_for(CANDIDATE, p, H200), 2, first(p), seed=1, limit_s=50e-6)
     assert late[-1][0] in (1, 2) and late[-1][1] == 0  # nobody's flag comes to the first rank
+    assert [int(t) for t in limits] == [0, 50_000]
+    results(plan_for(CANDIDATE, p, H200), 2, first(p), seed=1, limit_s=0)
+    assert late[-1] == [0, 0]
 
 
 @pytest.mark.parametrize(

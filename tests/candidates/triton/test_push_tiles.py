@@ -3,14 +3,15 @@ in turns."""
 
 import dataclasses
 import re
+import weakref
 from itertools import product
 
 import pytest
 import torch
 from between_ranks import found_wrong as some_order_is_wrong
 from between_ranks import late, results, right, summed
-from ptx import H200
-from ptx.machine import MOST_STEPS
+from ptx import H200, emulating
+from ptx.machine import MOST_STEPS, How
 
 from tilewright.lowering.pieces import chosen_of, joined
 
@@ -20,16 +21,21 @@ from tilewright.candidates.triton.expressions import chunks as chunks_module
 from tilewright.candidates.triton.expressions import exchange
 from tilewright.candidates.triton.expressions.chunks import Chunks
 from tilewright.candidates.triton.hopper.gemm import epilogue
+from tilewright.candidates.triton.hopper.gemm.plan import Matrix
 from tilewright.candidates.triton.hopper.gemm.run import compiled
 from tilewright.candidates.triton.hopper.gemm.tile import TileConfig
+from tilewright.candidates.triton.push_rows.virtual import VirtualRanks
 from tilewright.candidates.triton.push_tiles import timeline
 from tilewright.candidates.triton.push_tiles.candidate import CANDIDATE, Way
 from tilewright.candidates.triton.push_tiles.sums import Adders
 from tilewright.candidates.triton.push_tiles.timeline import expected_us
+from tilewright.candidates.triton.runtime import launch
 from tilewright.candidates.triton.runtime.module import assembly, needs
 from tilewright.dtype import BF16 as BF16_TYPE
 from tilewright.hardware.target import PeerLink
+from tilewright.ir.mesh import Mesh, in_team
 from tilewright.schedule.candidate import Schedule, plan_for, refusal
+from tilewright.schedule.sample import random_sources
 
 LIMIT_S = 4e-4  # to wait for a rank: of the machine, whose clock counts steps
 
@@ -105,6 +111,38 @@ def test_all_ranks_get_the_same_bits(adders):
     found = results(plan_for(CANDIDATE, p, FEW), 3, point(p, adders=adders), calls=2, seed=5)
     for call in range(2):
         assert all(torch.equal(found[0][call][1][0], found[r][call][1][0]) for r in (1, 2))
+
+
+def test_a_copy_that_the_product_reads_lives_until_results_have_their_memory(monkeypatch):
+    """The kernel behind writes them while the product is at work: they must not lie where the copy did."""
+    p = summed("bf16[128,60] @ bf16[64,60]^T -> bf16", 2, scatter=True, then="")  # rows of 120 bytes are no rows for TMA
+    plan, given = plan_for(CANDIDATE, p, FEW), random_sources(p, seed=1)
+    assert plan.owned.gemm.lhs.source is None
+    copied, maker, made, lives = Matrix.copied, launch.maker, [], []
+
+    def watched(self, sources):
+        room = copied(self, sources)
+        made.append(weakref.ref(room))
+        return room
+
+    def watching(types, device):
+        make = maker(types, device)
+
+        def results():
+            lives.append([room() is not None for room in made] if types else None)
+            return make()
+
+        return results
+
+    monkeypatch.setattr(Matrix, "copied", watched)
+    monkeypatch.setattr(launch, "maker", watching)
+    with emulating(How()) as driver, in_team(VirtualRanks(Mesh.parse("tp=2"), "cpu", LIMIT_S).member(0)):
+        driver.queue = []
+        run = plan.build(point(p)).prepare({i: given[i] for i, w in enumerate(p.weights) if w})
+        made.clear()
+        run(given)
+    assert lives == [None, [True]]
+    assert not any(room() is not None for room in made)
 
 
 def found_wrong(calls=2, most=8, form="scattered", line=BF16, turns=TURNS, **how):
@@ -233,6 +271,8 @@ def test_a_rank_that_does_not_come_is_named_to_the_host():
     never = changed(r"@q st.relaxed.sys.global.b32 \[a\], e;", "")
     results(plan_for(CANDIDATE, p, FEW), 2, point(p), seed=1, limit_s=50e-6, change=never)
     assert all(rank in (1, 2) for rank in late[-1])
+    results(plan_for(CANDIDATE, p, FEW), 2, point(p), seed=1, limit_s=0, change=never)  # as behind a wait in vain
+    assert late[-1] == [0, 0]
 
 
 @pytest.mark.parametrize(

@@ -170,6 +170,8 @@ def test_a_rank_that_does_not_send_is_named_to_the_host_and_waited_for_once(monk
     monkeypatch.setattr(copies.Copies, "tell", lambda self, *given: tell(self, *given) if self.own == 0 else None)
     results(*made(), seed=1, limit_s=50e-6)
     assert late[-1] == [2, 0]
+    results(*made(), seed=1, limit_s=0)  # as behind a wait in vain: others are not to blame
+    assert late[-1] == [0, 0]
 
 
 @pytest.mark.parametrize(

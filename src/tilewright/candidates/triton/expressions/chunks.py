@@ -22,7 +22,8 @@ ranks, or for sums of all, each of which its rank stored after its last kernel o
 
 No kernel waits for what may not go on. Products wait for nobody. Kernels behind are launched when all blocks of the product are
 at work, and so on; they wait for products, or for sums that others' kernels make, which are at work or ahead of those that
-wait. After `Symmetric.limit_s` a wait ends without; the call gives up, so that its other programs do not wait as long each.
+wait. After `Symmetric.limit_s` a wait ends without; the call gives up, so that its other programs do not wait as long each, and
+further waits end at once, as a graph may hold hundreds.
 
 PTX ISA 9.0: a thread that waits for its bulk copies sees their writes (9.7.9.25.4), a completed copy is followed by an implicit
 proxy fence, and release and acquire are cumulative (chapter 8), over barriers of the block and counters.
@@ -272,7 +273,8 @@ def _wait(chunks: Chunks, flags: int) -> str:
         f"L: ld.acquire.sys.global.b32 f, [a+{flags}]; sub.s32 f, f, v; setp.lt.u32 w, f, 2; @w bra N; "
         f"ld.relaxed.gpu.global.b32 f, [$2+{GAVE_UP}]; setp.eq.u32 w, f, v; @w bra N; "
         "mov.u64 y, %globaltimer; sub.s64 y, y, x; setp.lt.s64 w, y, z; @w bra L; "
-        f"add.s32 o, o, 1; st.relaxed.sys.global.b32 [$3], o; st.relaxed.gpu.global.b32 [$2+{GAVE_UP}], v; "
+        "add.s32 o, o, 1; setp.gt.s64 w, z, 0; @w st.relaxed.sys.global.b32 [$3], o; "
+        f"st.relaxed.gpu.global.b32 [$2+{GAVE_UP}], v; mov.b64 z, 0; st.relaxed.sys.global.b64 [$2+{LIMIT}], z; "
         "N: add.s32 i, i, s; bra A; D: barrier.sync 0; mov.b32 $0, 0; }"
     )
 

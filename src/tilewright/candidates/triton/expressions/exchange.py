@@ -154,7 +154,7 @@ class Push:
 @dataclass(frozen=True)
 class Arrival:
     """The wait of a kernel for what the ranks of its group send. After `Symmetric.limit_s` it goes on without, and
-    tells the host.
+    tells the host; further waits end at once, as a graph may hold hundreds.
 
     Attributes:
         exchange: the memory.
@@ -337,7 +337,9 @@ def _wait(exchange: Exchange) -> str:
         f"mad.wide.u32 a, t, {exchange.region_bytes}, $4; mov.u64 x, %globaltimer; add.s32 v, $1, 1; "
         "L: mov.b32 f, v; @q ld.acquire.sys.global.b32 f, [a]; sub.s32 f, f, v; setp.lt.u32 w, f, 2; @w bra D; "
         "mov.u64 y, %globaltimer; sub.s64 y, y, x; setp.lt.s64 w, y, z; @w bra L; "
-        "add.s32 t, t, 1; st.relaxed.sys.global.b32 [$3], t; D: barrier.sync 0; mov.b32 $0, 0; }"
+        "add.s32 t, t, 1; setp.gt.s64 w, z, 0; @w st.relaxed.sys.global.b32 [$3], t; "
+        f"mov.b64 z, 0; st.relaxed.sys.global.b64 [$2+{LIMIT}], z; "
+        "D: barrier.sync 0; mov.b32 $0, 0; }"
     )
 
 

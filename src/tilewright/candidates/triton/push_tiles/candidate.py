@@ -231,9 +231,10 @@ class Plan(Undivided):
             *first, last = steps(weights, team().symmetric(self.summed.op.over, size))
 
             def run(sources: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-                for step in first:
-                    step(sources)
-                return last(sources)
+                kept = [step(sources) for step in first]  # copies of operands: the last kernel writes while the first one reads
+                results = last(sources)
+                del kept
+                return results
 
             return run
 

@@ -54,7 +54,7 @@ WAIT = (
     "setp.lt.u32 q, t, $4; setp.ne.and.u32 q, t, $8, q; mad.wide.u32 a, t, $5, $3; mov.u64 x, %globaltimer; "
     "L: mov.b32 f, v; @q ld.acquire.sys.global.b32 f, [a]; sub.s32 f, f, v; setp.ge.s32 w, f, 0; @w bra D; "
     "mov.u64 y, %globaltimer; sub.s64 y, y, x; setp.lt.s64 w, y, z; @w bra L; "
-    "add.s32 t, t, $7; add.s32 t, t, 1; st.relaxed.sys.global.b32 [$2], t; "
+    "add.s32 t, t, $7; add.s32 t, t, 1; setp.gt.s64 w, z, 0; @w st.relaxed.sys.global.b32 [$2], t; "
     f"mov.b64 z, 0; st.relaxed.sys.global.b64 [$1+{LIMIT}], z; D: mov.b32 $0, 0; }}"
 )
 WAIT_TYPES = {"words": "*i32", "late": "*i32", "flags": "*i32"}

@@ -66,7 +66,8 @@ def caller(
     places: Mapping[int, torch.Tensor] | None = None,
     operands: Mapping[int, Copied] | None = None,
 ) -> Runner:
-    """A function that runs a kernel.
+    """A function that runs a kernel. One without results gives the copies that it reads: results of a kernel at work
+    beside it must not lie in their memory.
 
     Args:
         start: its start.
@@ -111,7 +112,7 @@ def caller(
         for at, counters in counted:
             found[at] = counters.take().data_ptr()
         launch(*found)
-        return made
+        return made if outputs else held
 
     def recipe(parts: Parts) -> Launched | None:
         code = start.describe(parts)

@@ -10,6 +10,7 @@ WAIT = (
     f"ld.relaxed.gpu.global.b32 v, [$2+{CALL}]; ld.relaxed.gpu.global.b64 z, [$2+{LIMIT}]; mov.u64 x, %globaltimer; "
     "L: mov.b32 f, v; @q ld.acquire.sys.global.b32 f, [$1]; sub.s32 f, f, v; setp.ge.s32 w, f, 0; @w bra D; "
     "mov.u64 y, %globaltimer; sub.s64 y, y, x; setp.lt.s64 w, y, z; @w bra L; "
-    f"add.s32 t, $4, 1; st.relaxed.sys.global.b32 [$3], t; mov.b64 z, 0; st.relaxed.sys.global.b64 [$2+{LIMIT}], z; "
+    "add.s32 t, $4, 1; setp.gt.s64 w, z, 0; @w st.relaxed.sys.global.b32 [$3], t; "
+    f"mov.b64 z, 0; st.relaxed.sys.global.b64 [$2+{LIMIT}], z; "
     "D: bar.warp.sync 0xffffffff; fence.proxy.async; }"
 )
