@@ -4,6 +4,7 @@ import os
 import textwrap
 import threading
 import time
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from unittest.mock import Mock
@@ -176,6 +177,10 @@ def test_pieces_that_are_still_compiled_come_later_or_not_at_all(monkeypatch):
 
     monkeypatch.setattr(ahead, "compile_ahead", compile_ahead)
     monkeypatch.setattr(budget, "search", lambda p, *_, candidates, **__: given.update({p: candidates}) or Mock(checked_s=0.0))
+    alone = budget.BudgetedChooser(dict.fromkeys(problems, 1), target, 2.0, cold=False)
+    assert began.wait(60) and alone.turn(problems) == 0  # for pieces that nobody compiles nobody waits
+    monkeypatch.setattr(ahead, "_able", list)
+    began.clear()
     shared = budget.BudgetedChooser(dict.fromkeys(problems, 1), target, 2.0, cold=False)
     assert began.wait(60) and shared.turn(problems) == 1 and shared.turn([apart]) == 0
     for problem in problems:
@@ -185,10 +190,39 @@ def test_pieces_that_are_still_compiled_come_later_or_not_at_all(monkeypatch):
     patient = budget.BudgetedChooser(dict.fromkeys(problems, 1), target, 60.0, cold=False)
     patient(apart, {})
     assert given[apart] is None
+    late = budget.BudgetedChooser(dict.fromkeys(problems, 1), target, 0.01, cold=False)
+    time.sleep(0.02)
+    late(apart, {})
+    assert late.late == 1 and given[apart] is None  # what is built is the first that does
     go_on.set()
     while shared._ahead.unready(apart):  # pyright: ignore
         time.sleep(0.01)
     assert shared.turn(problems) == 0
+
+
+def test_what_was_chosen_without_pieces_is_looked_at_anew_with_more_time(monkeypatch):
+    """It is kept as the choice of a short search."""
+    apart = problem_of(parse("f32[8,16] @ f32[16,8] + bias, gelu -> f32").outputs[0])
+    others = [problem_of(parse(f"f32[8,16] @ f32[16,{n}] -> f32").outputs[0]) for n in (24, 40, 56)]
+    target, go_on, kept = replace(detect("cpu"), kind="cuda"), threading.Event(), []
+
+    def compile_ahead(problems, target, *, done, over, **_):
+        for problem in problems:
+            done(problem)
+        assert go_on.wait(60)
+
+    monkeypatch.setattr(ahead, "planned", lambda c, p, _: planned(c, p, detect("cpu")))
+    monkeypatch.setattr(ahead, "_able", list)
+    monkeypatch.setattr(ahead, "compile_ahead", compile_ahead)
+    monkeypatch.setattr(budget, "search", lambda *_, **__: Mock(checked_s=0.0))
+    known = Mock(known=lambda *_: False, to_build=lambda _: [], find=lambda *_: None, candidates=lambda _: None)
+    known.alone, known.keep = lambda *_: nullcontext(), lambda decision, asked_s: kept.append(asked_s)
+    for budget_s in (1.0, 6.0, 60.0):
+        decide = budget.BudgetedChooser(dict.fromkeys((apart, *others), 1), target, budget_s, cold=False, database=known)
+        decide(apart, {})
+        decide(others[0], {})
+    assert kept == pytest.approx([0.25, 0.25, budget.HURRIED_S, 1.5, 6.0, 6.0], rel=1e-3)
+    go_on.set()
 
 
 @pytest.fixture

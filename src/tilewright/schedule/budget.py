@@ -30,6 +30,7 @@ FEW, LIGHTEST = 3, 0.25  # problems known, and the least part of what they took 
 FIRST_CHECKS = 0.5  # of the time left, kept back for checks at most while few problems are known
 CHECKED = 2  # of problems that differ in ordinary numbers alone, where their code is not the same
 AHEAD = "compiling what will be tried first"
+HURRIED_S = 0.5  # for which a decision is kept where candidates were left out for want of time: those with more look anew
 LATER = "not tried: the machine code of its pieces was still being made, and there was little time"
 LEAST, MOST = 2.0**-24, 2.0**24  # of an ordinary number
 
@@ -188,10 +189,6 @@ class BudgetedChooser:
         if share > 0 and not ready(self._within(share)):
             share = 0.0
         candidates = None if database is None else database.candidates(problem)
-        if self._ahead is not None and self._even_s < LONGEST_S:  # to make it in the search would take all of its time
-            hurried = self._ahead.unready(self._different[self._texts[problem]])
-            every = candidates or discover() if hurried else ()
-            candidates = [refusing(c, LATER) if c.name in hurried else c for c in every] or candidates
         if share <= 0:
             late = self._budget.over()
             self.late += late
@@ -204,6 +201,12 @@ class BudgetedChooser:
             self.first += late and not decision.measured
             return decision
         how = partial(search, problem, self._target, budget_s=share, weights=weights, cold=self._cold)
+        asked_s = self._accepted_s
+        if self._ahead is not None and self._even_s < LONGEST_S:  # to make it in the search would take all of its time
+            hurried = self._ahead.unready(self._different[self._texts[problem]])
+            if hurried:
+                candidates = [refusing(c, LATER) if c.name in hurried else c for c in candidates or discover()]
+                asked_s = min(asked_s, HURRIED_S)
         if database is None:
             return how(candidates=candidates, within_s=self._within(share), over=self._budget.over)
         with database.alone(problem, self._accepted_s, self._waits_s()):
@@ -215,9 +218,9 @@ class BudgetedChooser:
                 lost, over = partial(database.lost, problem), self._budget.over
                 decision = how(candidates=candidates, within_s=self._within(share), lost=lost, over=over)
             except Interruption as stop:
-                database.keep(stop.decision, min(share, time.monotonic() - began))
+                database.keep(stop.decision, min(share, asked_s, time.monotonic() - began))
                 raise
-            database.keep(decision, self._accepted_s)  # that of a like budget is not searched again, whatever its share was
+            database.keep(decision, asked_s)  # that of a like budget is not searched again, whatever its share was
         return decision
 
     def _waits_s(self) -> float:
