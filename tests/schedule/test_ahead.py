@@ -176,6 +176,10 @@ def test_pieces_that_are_still_compiled_come_later_or_not_at_all(monkeypatch):
 
     monkeypatch.setattr(ahead, "compile_ahead", compile_ahead)
     monkeypatch.setattr(budget, "search", lambda p, *_, candidates, **__: given.update({p: candidates}) or Mock(checked_s=0.0))
+    alone = budget.BudgetedChooser(dict.fromkeys(problems, 1), target, 2.0, cold=False)
+    assert began.wait(60) and alone.turn(problems) == 0  # for pieces that nobody compiles nobody waits
+    monkeypatch.setattr(ahead, "_able", list)
+    began.clear()
     shared = budget.BudgetedChooser(dict.fromkeys(problems, 1), target, 2.0, cold=False)
     assert began.wait(60) and shared.turn(problems) == 1 and shared.turn([apart]) == 0
     for problem in problems:
@@ -185,6 +189,10 @@ def test_pieces_that_are_still_compiled_come_later_or_not_at_all(monkeypatch):
     patient = budget.BudgetedChooser(dict.fromkeys(problems, 1), target, 60.0, cold=False)
     patient(apart, {})
     assert given[apart] is None
+    late = budget.BudgetedChooser(dict.fromkeys(problems, 1), target, 0.01, cold=False)
+    time.sleep(0.02)
+    late(apart, {})
+    assert late.late == 1 and given[apart] is None  # what is built is the first that does
     go_on.set()
     while shared._ahead.unready(apart):  # pyright: ignore
         time.sleep(0.01)

@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -287,20 +288,48 @@ def test_a_record_that_does_not_hold_is_ignored(kept, searches):
     assert good.verified
 
 
-def zeros(weights):
-    """A runner of a kernel that gives nothing but zeros."""
-    return lambda sources: [torch.zeros(8, 32)]
+def clearing(run, sources):
+    """The results of a kernel that zeroes the first of its sources."""
+    results = [t.clone() for t in run(sources)]
+    sources[0].zero_()
+    return results
 
 
-def test_a_kernel_that_fails_its_check_today_is_ignored(kept, searches, monkeypatch, caplog):
+WRONG = {
+    "zeros": lambda run, sources: [torch.zeros_like(t) for t in run(sources)],
+    "of another type": lambda run, sources: [t.double() for t in run(sources)],
+    "of another shape": lambda run, sources: [t.reshape(4, 64) for t in run(sources)],
+    "too few": lambda run, sources: [],
+    "too many": lambda run, sources: [*run(sources), torch.zeros(1)],
+    "and its sources written": clearing,
+}
+
+
+@pytest.mark.parametrize("results", WRONG)
+def test_a_kernel_that_fails_its_check_today_is_ignored(kept, searches, monkeypatch, caplog, results):
+    def made(*given):
+        kernel = kernel_of(*given)
+        return replace(kernel, prepare=lambda weights: partial(WRONG[results], kernel.prepare(weights)))
+
     compiler.compile(program(2.0), budget_s=BUDGET_S)
     monkeypatch.setenv("TILEWRIGHT_RECHECK", "1")
     with monkeypatch.context() as m:
-        m.setattr(database, "kernel_of", lambda *given: replace(kernel_of(*given), prepare=zeros))
+        m.setattr(database, "kernel_of", made)
         m.setattr(database, "search", failing)  # which checks it as a whole
         (found,) = decisions(compiler.compile(program(2.0), budget_s=BUDGET_S))
     assert len(searches) == 2 and found.verified and not found.recalled
     assert "passed its check on f32[8,32] @ f32[32,32] * 2 before and fails it now: another kernel is chosen" in caplog.text
+
+
+def test_a_kernel_of_which_no_elements_can_be_looked_at_is_checked_as_a_whole(kept, searches, monkeypatch, caplog):
+    compiler.compile(program(2.0), budget_s=BUDGET_S)
+    monkeypatch.setenv("TILEWRIGHT_RECHECK", "1")
+    monkeypatch.setattr(database, "spot_check", lambda *_: 1 / 0)
+    repeated = []
+    repeat = database.repeat
+    monkeypatch.setattr(database, "repeat", lambda problem, *a, **k: repeated.append(problem) or repeat(problem, *a, **k))
+    (found,) = decisions(compiler.compile(program(2.0), budget_s=BUDGET_S))
+    assert repeated == [found.problem] and found.recalled and len(searches) == 1 and "fails" not in caplog.text
 
 
 @pytest.fixture

@@ -552,17 +552,15 @@ def test_each_planted_mistake_looks_right_when_it_runs_once():
 
 
 def test_sources_far_apart_take_little_memory_and_hold_the_same():
-    for shape in ((128, 65), (1, 3, 4, 5), (2, 7)):
-        t = torch.randn(shape)
-        far = with_wide_strides(t)
+    given = [torch.randn(shape) for shape in ((128, 65), (1, 3, 4, 5), (2, 7), (2, 9, 1 << 9), (2, 3))]
+    given.append(torch.arange(14, dtype=torch.int8).reshape(2, 7))
+    made = with_wide_strides(given)
+    for t, far in zip(given, made, strict=True):
         assert torch.equal(far, t)
-        span = sum((extent - 1) * stride for extent, stride in zip(far.shape, far.stride(), strict=True)) * 4
+        span = sum((extent - 1) * stride for extent, stride in zip(far.shape, far.stride(), strict=True)) * t.itemsize
         assert 1 << 31 <= span < 1 << 32
-    assert (
-        with_wide_strides(torch.randn(7)) is None
-        and with_wide_strides(torch.randn(1, 7)) is None
-        and with_wide_strides(torch.randn(0, 7)) is None
-    )
+    assert len({t.untyped_storage().data_ptr() for t in made}) == 3, "those of as many parts are together"
+    assert with_wide_strides([torch.randn(7), torch.randn(1, 7), torch.randn(0, 7)]) == [None] * 3
 
 
 def test_free_memory_is_poisoned_before_each_run():

@@ -101,6 +101,17 @@ def test_what_was_built_once_is_not_compiled_again_wherever_its_weights_were(fil
     assert not decided(TuningDatabase(CPU, Cache(tmp_path / "cache"))).recalled  # who measures asks where weights were
 
 
+def test_a_program_kept_depends_on_what_was_measured_wherever_weights_were(tmp_path):
+    known = TuningDatabase(CPU, Cache(tmp_path / "cache"))
+    before = known.standing([digest_of(PROBLEM)])
+    found = search(PROBLEM, CPU, budget_s=0.01)
+    known.of_program(cold=True)
+    known.keep(found, 1.0)
+    known.of_program(cold=False)
+    assert decided(known, 0).kernel.schedule == found.kernel.schedule
+    assert known.holds(found) and known.standing([digest_of(PROBLEM)]) != before
+
+
 def test_the_user_s_own_decision_comes_first(file, counts, tmp_path):
     known = TuningDatabase(CPU, Cache(tmp_path / "cache"))
     own = decided(known)

@@ -240,7 +240,9 @@ class Ahead:
             return []
         if problem not in self._meta:
             metas = {name: plan for name, plan in _plans(problem, self._target).items() if isinstance(plan, MetaPlan)}
-            self._meta[problem] = {name: plan.pieces() for name, plan in metas.items()}
+            self._meta[problem] = {
+                name: [piece for piece in plan.pieces() if _able(_plans(piece, self._target))] for name, plan in metas.items()
+            }
         return [name for name, pieces in self._meta[problem].items() if not self._ready.issuperset(pieces)]
 
     def wait(self, problem: AnyProblem, within_s: float = LIMIT_S) -> None:

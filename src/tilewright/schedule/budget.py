@@ -188,10 +188,6 @@ class BudgetedChooser:
         if share > 0 and not ready(self._within(share)):
             share = 0.0
         candidates = None if database is None else database.candidates(problem)
-        if self._ahead is not None and self._even_s < LONGEST_S:  # to make it in the search would take all of its time
-            hurried = self._ahead.unready(self._different[self._texts[problem]])
-            every = candidates or discover() if hurried else ()
-            candidates = [refusing(c, LATER) if c.name in hurried else c for c in every] or candidates
         if share <= 0:
             late = self._budget.over()
             self.late += late
@@ -204,6 +200,10 @@ class BudgetedChooser:
             self.first += late and not decision.measured
             return decision
         how = partial(search, problem, self._target, budget_s=share, weights=weights, cold=self._cold)
+        if self._ahead is not None and self._even_s < LONGEST_S:  # to make it in the search would take all of its time
+            hurried = self._ahead.unready(self._different[self._texts[problem]])
+            if hurried:
+                candidates = [refusing(c, LATER) if c.name in hurried else c for c in candidates or discover()]
         if database is None:
             return how(candidates=candidates, within_s=self._within(share), over=self._budget.over)
         with database.alone(problem, self._accepted_s, self._waits_s()):

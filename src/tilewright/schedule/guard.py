@@ -7,6 +7,7 @@ to after a multiplication by zero, then holds NaN; so does a sum over an element
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 import mmap
 from collections.abc import Callable, Generator, Sequence
@@ -70,25 +71,36 @@ def otherwise_laid_out(t: torch.Tensor) -> torch.Tensor:
     return allocate((*batch, columns, rows + 1), t.dtype, t.device)[..., :rows].transpose(-1, -2).copy_(t)
 
 
-def with_wide_strides(t: torch.Tensor) -> torch.Tensor | None:
+def with_wide_strides(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
     """The same values with the parts along the first axis so far from one another that the last lies past 2^31 bytes.
 
-    On a CPU only the pages that hold something take memory. None where there is one part, or too little memory.
+    Those of one extent along it lie in turns, in one allocation, since a GPU takes long for new memory of such a size. On a CPU
+    only the pages that hold something take memory. None where there is one part, or too little memory.
     """
-    axis = next((i for i, extent in enumerate(t.shape) if extent > 1), None)
-    if axis is None or axis == t.dim() - 1 or not t.numel():
-        return None
-    inner = math.prod(t.shape[axis + 1 :]) * t.itemsize
-    step = max(-(-FAR_BYTES // (t.shape[axis] - 1)), inner)
-    step += -step % mmap.PAGESIZE
-    size = step * t.shape[axis]
-    try:
-        raw = _sparse(size) if t.device.type == "cpu" else torch.empty(size, dtype=torch.uint8, device=t.device)
-    except (OSError, RuntimeError, ValueError):
-        return None
-    dense = torch.empty(t.shape, device="meta").stride()
-    strides = [step // t.itemsize if i == axis else s for i, s in enumerate(dense)]
-    return raw.view(t.dtype).as_strided(t.shape, strides).copy_(t)
+    together: dict[int, list[tuple[int, int]]] = {}
+    for place, t in enumerate(tensors):
+        axis = next((i for i, extent in enumerate(t.shape) if extent > 1), None)
+        if axis is not None and axis < t.dim() - 1 and t.numel():
+            together.setdefault(t.shape[axis], []).append((place, axis))
+    found: list[torch.Tensor | None] = [None] * len(tensors)
+    for extent, some in together.items():
+        inner = [tensors[place].nbytes // extent for place, _ in some]
+        begins = [0, *itertools.accumulate(size + -size % mmap.PAGESIZE for size in inner)]
+        step = max(-(-FAR_BYTES // (extent - 1)), begins[-1])
+        step += -step % mmap.PAGESIZE
+        device = tensors[some[0][0]].device
+        try:
+            raw = (
+                _sparse(step * extent) if device.type == "cpu" else torch.empty(step * extent, dtype=torch.uint8, device=device)
+            )
+        except (OSError, RuntimeError, ValueError):
+            continue
+        for (place, axis), begin in zip(some, begins, strict=False):
+            t = tensors[place]
+            dense = torch.empty(t.shape, device="meta").stride()
+            strides = [step // t.itemsize if i == axis else s for i, s in enumerate(dense)]
+            found[place] = raw.view(t.dtype).as_strided(t.shape, strides, begin // t.itemsize).copy_(t)
+    return found
 
 
 def _sparse(size: int) -> torch.Tensor:

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 
@@ -116,18 +117,19 @@ def examine(
         pulse()
         return results[0]
 
-    def variant(f: Callable[[torch.Tensor], torch.Tensor | None]) -> list[torch.Tensor]:
+    def variant(f: Callable[[list[torch.Tensor]], Iterable[torch.Tensor | None]]) -> list[torch.Tensor]:
         """The sources in other memory; weights stay what they are, since runners were prepared with them."""
-        made = [None if weight else f(t) for t, weight in zip(sources, problem.weights, strict=True)]
-        return [t if m is None else m for t, m in zip(sources, made, strict=True)]
+        made = iter(f([t for t, weight in zip(sources, problem.weights, strict=True) if not weight]))
+        others = [None if weight else next(made) for weight in problem.weights]
+        return [t if m is None else m for t, m in zip(sources, others, strict=True)]
 
     before = [t.clone() for t in of(sources)]
 
     def fault() -> Fault | None:
-        others = variant(lambda t: guarded(other_data(t)))
+        others = variant(lambda given: [guarded(other_data(t)) for t in given])
         first = run(others)
         kept = [t.clone() for t in first]
-        laid_out = variant(guarded if dense else otherwise_laid_out)
+        laid_out = variant(partial(map, guarded if dense else otherwise_laid_out))
         why = check(problem, expected, run(laid_out))
         if why is not None:
             plain = check(problem, expected, run(sources))
@@ -144,7 +146,7 @@ def examine(
         if not all(all_same(before, of(given)) for given in (sources, others, laid_out)):
             return Fault("failed", "it writes its sources")
         right = [t.clone() for t in again]
-        far = variant(lambda t: None if dense else with_wide_strides(t))
+        far = list(sources) if dense else variant(with_wide_strides)
         if any(a is not b for a, b in zip(far, sources, strict=True)):
             results = run(far)
             why = None if all_same(right, results) else check(problem, expected, results)
@@ -160,7 +162,7 @@ def examine(
                 why = check(problem, expected, results)
                 if why is not None:
                     return Fault("wrong", f"{why} (only when it ran again)")
-        overwrite(others, variant(other_data))  # what it gave may be a view of them
+        overwrite(others, variant(partial(map, other_data)))  # what it gave may be a view of them
         if not all_same(kept, first):
             return Fault("failed", "a result changed when it ran again: it gives memory that it writes later")
         if not all_same(before, of(sources)):

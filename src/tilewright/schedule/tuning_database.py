@@ -55,6 +55,7 @@ from tilewright.schedule.candidate import (
 )
 from tilewright.schedule.choice import choice_of, rejected_of
 from tilewright.schedule.key import UNMEASURED, budgets_for, circumstances, digest_of
+from tilewright.schedule.measure import all_same
 from tilewright.schedule.problem import AnyProblem
 from tilewright.schedule.record import LONGEST, Key, Lost, Record, Table, Verdict
 from tilewright.schedule.sample import random_sources
@@ -204,10 +205,12 @@ class TuningDatabase:
         except Exception:  # a candidate may raise anything: the search says what it is
             if text is not None:
                 return None
-        if known and kernel is not None and sampled(problem):
-            decision = _looked_at(problem, kernel, self._target, weights)
-        else:
+        right = _looked_at(problem, kernel, self._target, weights) if known and kernel is not None else None
+        if kernel is None or right is None:
             decision = repeat(problem, self._target, candidate, schedule, weights, among=candidates)
+        else:
+            took_s = time.perf_counter() - began
+            decision = Decision(problem, kernel, None, (), False, True, checked_s=took_s) if right else None
         if known:
             global _rechecking_s
             _rechecking_s += time.perf_counter() - began
@@ -359,7 +362,7 @@ class TuningDatabase:
             if self._cache is None:
                 break
             key = msgspec.structs.replace(self._circumstances, problem=problem)
-            found = [self._cache.get(msgspec.structs.replace(key, budget=name)) for name in budgets_for(0)]
+            found = self._kept(key)
             lost = self._cache.lost(msgspec.structs.replace(key, cold=False))
             said.update(msgspec.json.encode([r and msgspec.structs.replace(r, made_s=0.0) for r in found]))
             said.update(msgspec.json.encode(sorted((r.candidate, r.why) for r in lost)))
@@ -367,11 +370,16 @@ class TuningDatabase:
 
     def holds(self, decision: Decision) -> bool:
         """Tell whether a decision is one of those that are kept."""
-        if self._cache is None:
-            return False
-        key, kernel = self._key(decision.problem, 0), decision.kernel
-        found = [self._cache.get(msgspec.structs.replace(key, budget=name)) for name in budgets_for(0)]
+        kernel, found = decision.kernel, self._kept(self._key(decision.problem, 0))
         return any(r is not None and (r.candidate, r.knobs) == (kernel.candidate, kernel.schedule.knobs) for r in found)
+
+    def _kept(self, key: Key) -> list[Record | None]:
+        """What the cache holds for those who measure nothing (`_records`), given a key of any budget."""
+        if self._cache is None:
+            return []
+        names = [name for name in budgets_for(0) if name != UNMEASURED]
+        places = [*itertools.product((key.cold, not key.cold), names), (key.cold, UNMEASURED)]
+        return [self._cache.get(msgspec.structs.replace(key, cold=cold, budget=name)) for cold, name in places]
 
     def quiet(self) -> bool:
         """Tell whether times taken now would be reliable; what was said holds for some seconds."""
@@ -470,20 +478,33 @@ def repeat(
         return None
 
 
-def _looked_at(problem: AnyProblem, kernel: Kernel, target: Target, weights: Mapping[int, torch.Tensor]) -> Decision | None:
-    """A kernel that was verified before, of whose results on random data some elements are right; None if not. In a new process
-    that takes milliseconds, where the right results of a whole problem, worked out on a GPU, take a second."""
-    began = time.perf_counter()
+def _looked_at(problem: AnyProblem, kernel: Kernel, target: Target, weights: Mapping[int, torch.Tensor]) -> bool | None:
+    """Tell whether some elements of what a kernel gives for random data are right; None if they cannot be worked out by
+    themselves. In a new process that takes milliseconds, where the right results of a whole problem, worked out on a GPU, take
+    a second."""
+    if not sampled(problem):
+        return None
     held = {i: t for i, t in weights.items() if problem.weights[i]}
     try:
-        drawn = on_device(problem, target, lambda: random_sources(problem, given=held)) or random_sources(problem, given=held)
-        there = [held.get(i, t).to(target.device) for i, t in enumerate(drawn)]
-        runner = kernel.prepare({i: t for i, t in enumerate(there) if problem.weights[i]})
-        results = {i: t.cpu() for i, t in enumerate(runner(there))}
-        why, _ = spot_check(problem, [t.cpu() for t in drawn], results, LOOK_S, kernel.roundoff)
-    except Exception:  # a kernel may raise anything
+        made = on_device(problem, target, lambda: random_sources(problem, given=held)) or random_sources(problem, given=held)
+        there = [held[i].to(target.device) if i in held else t.to(target.device, copy=True) for i, t in enumerate(made)]
+        drawn = [t.cpu() for t in made]
+    except Exception:  # as in a search: such data cannot be made, or there is no room for them
         return None
-    return None if why else Decision(problem, kernel, None, (), False, True, checked_s=time.perf_counter() - began)
+    try:
+        given = kernel.prepare({i: t for i, t in enumerate(there) if problem.weights[i]})(there)
+        results = [t.cpu() for t in given]
+        after = [t if i in held else there[i].cpu() for i, t in enumerate(drawn)]
+    except Exception:  # a kernel may raise anything
+        return False
+    types = [(t.shape, t.dtype.to_torch()) for t in problem.outputs]
+    if [(tuple(t.shape), t.dtype) for t in results] != types or not all_same(drawn, after):
+        return False
+    try:
+        why, _ = spot_check(problem, drawn, dict(enumerate(results)), LOOK_S, kernel.roundoff)
+    except Exception:  # which says nothing of the kernel
+        return None
+    return why is None
 
 
 def rebuilt(problem: AnyProblem, target: Target, candidate: str, schedule: Schedule) -> Decision | None:
