@@ -374,7 +374,7 @@ class TuningDatabase:
         return any(r is not None and (r.candidate, r.knobs) == (kernel.candidate, kernel.schedule.knobs) for r in found)
 
     def _kept(self, key: Key) -> list[Record | None]:
-        """What the cache holds for those who measure nothing (`_records`), given a key of any budget."""
+        """The records in the cache for those who measure nothing (`_records`), given a key of any budget."""
         if self._cache is None:
             return []
         names = [name for name in budgets_for(0) if name != UNMEASURED]
